@@ -1,0 +1,114 @@
+//! The calling process: its page size, name, limits and clock.
+
+use std::io;
+use std::sync::OnceLock;
+
+/// Bytes of a page: 4 KiB on x86-64, up to 64 KiB on aarch64.
+pub fn page_size() -> u64 {
+    static SIZE: OnceLock<u64> = OnceLock::new();
+    *SIZE.get_or_init(|| {
+        // SAFETY: sysconf takes an integer and touches no memory of ours.
+        let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+        u64::try_from(size).unwrap_or(4096)
+    })
+}
+
+/// Names the calling thread, as `ps` and `top` show it; at most 15 bytes are kept.
+///
+/// # Errors
+/// EINVAL for a name with a NUL.
+pub fn set_name(name: &str) -> io::Result<()> {
+    let name = std::ffi::CString::new(name)?;
+    // SAFETY: PR_SET_NAME reads a C string, which lives until the call returns.
+    check(unsafe { libc::prctl(libc::PR_SET_NAME, name.as_ptr()) })
+}
+
+/// Tells the kernel that the calling thread must not wait for write-back when it allocates. Threads made
+/// afterwards inherit it. `false` where that is not permitted; nothing depends on it.
+pub fn set_io_flusher() -> bool {
+    const PR_SET_IO_FLUSHER: i32 = 57;
+    // SAFETY: takes integers.
+    unsafe { libc::prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0) == 0 }
+}
+
+/// Keeps every page of this process in memory once it has been touched, now and in future.
+///
+/// # Errors
+/// EPERM or ENOMEM where RLIMIT_MEMLOCK is in the way.
+pub fn lock_memory_on_fault() -> io::Result<()> {
+    // SAFETY: takes integers and changes no content.
+    check(unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_FUTURE | libc::MCL_ONFAULT) })
+}
+
+/// Raises the number of descriptors that this process may have to `want`, or as far as the hard limit
+/// allows, and gives what it is now.
+///
+/// # Errors
+/// Of getrlimit.
+pub fn raise_open_files(want: u64) -> io::Result<u64> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: getrlimit writes one rlimit.
+    check(unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) })?;
+    if limit.rlim_cur >= want {
+        return Ok(limit.rlim_cur);
+    }
+    let wish = libc::rlimit { rlim_cur: want, rlim_max: limit.rlim_max.max(want) };
+    let modest = libc::rlimit { rlim_cur: want.min(limit.rlim_max), rlim_max: limit.rlim_max };
+    for new in [wish, modest] {
+        // SAFETY: setrlimit reads one rlimit.
+        if unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const new) } == 0 {
+            return Ok(new.rlim_cur);
+        }
+    }
+    Ok(limit.rlim_cur)
+}
+
+/// Nanoseconds of the monotonic clock.
+pub fn monotonic_ns() -> u64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: clock_gettime writes one timespec; the clock exists on every Linux.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time) };
+    time.tv_sec.cast_unsigned() * 1_000_000_000 + time.tv_nsec.cast_unsigned()
+}
+
+/// Whether the effective user is root.
+pub fn is_root() -> bool {
+    // SAFETY: takes nothing and cannot fail.
+    unsafe { libc::geteuid() == 0 }
+}
+
+/// The effective user.
+pub fn user_id() -> u32 {
+    // SAFETY: takes nothing and cannot fail.
+    unsafe { libc::geteuid() }
+}
+
+/// Sends `signal` to this process when the thread that made it ends.
+///
+/// # Errors
+/// EINVAL for no signal.
+pub fn set_parent_death_signal(signal: i32) -> io::Result<()> {
+    // SAFETY: takes integers.
+    check(unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, signal) })
+}
+
+fn check(rc: i32) -> io::Result<()> {
+    if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_page_size_is_a_power_of_two() {
+        assert!(page_size().is_power_of_two());
+        assert!(page_size() >= 4096);
+    }
+
+    #[test]
+    fn a_limit_that_is_high_enough_is_kept() {
+        let now = raise_open_files(1).expect("read the limit");
+        assert_eq!(raise_open_files(now).expect("read the limit"), now);
+    }
+}

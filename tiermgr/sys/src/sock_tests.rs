@@ -1,0 +1,96 @@
+use super::*;
+use std::io::{Read, Seek, Write};
+
+fn folder() -> PathBuf {
+    use std::sync::atomic::{AtomicU32, Ordering};
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    let path = std::env::temp_dir().join(format!("tiermgr-sock-{}-{number}", std::process::id()));
+    std::fs::create_dir(&path).expect("folder");
+    path
+}
+
+#[test]
+fn descriptors_arrive_with_their_message() {
+    let (a, b) = Stream::pair().expect("pair");
+    let path = folder();
+    let mut file = std::fs::File::create_new(path.join("x")).expect("file");
+    file.write_all(b"through").expect("write");
+    let open = std::fs::File::open(path.join("x")).expect("file");
+    a.send_with_fds(b"hello", &[open.as_fd(), a.as_fd()]).expect("send");
+    a.send_with_fds(b"plain", &[]).expect("send");
+    let mut buffer = [0; 64];
+    let (n, fds) = b.recv_with_fds(&mut buffer).expect("receive");
+    assert_eq!((&buffer[..n], fds.len()), (&b"hello"[..], 2));
+    let mut text = String::new();
+    let mut twin = std::fs::File::from(fds.into_iter().next().expect("two"));
+    twin.rewind().expect("seek");
+    twin.read_to_string(&mut text).expect("read");
+    assert_eq!(text, "through");
+    let (n, fds) = b.recv_with_fds(&mut buffer).expect("receive");
+    assert_eq!((&buffer[..n], fds.len()), (&b"plain"[..], 0));
+    std::fs::remove_dir_all(path).expect("clean");
+}
+
+#[test]
+fn as_many_descriptors_as_promised_and_not_one_more() {
+    let (a, b) = Stream::pair().expect("pair");
+    let eight = [a.as_fd(); FDS_MAX];
+    a.send_with_fds(b"x", &eight).expect("send");
+    let (_, fds) = b.recv_with_fds(&mut [0; 8]).expect("receive");
+    assert_eq!(fds.len(), FDS_MAX);
+    let nine = [a.as_fd(); FDS_MAX + 1];
+    assert!(a.send_with_fds(b"x", &nine).is_err());
+}
+
+#[test]
+fn a_message_that_does_not_fit_is_an_error_and_leaks_nothing() {
+    let (a, b) = Stream::pair().expect("pair");
+    let (probe, theirs) = Stream::pair().expect("pair");
+    a.send_with_fds(&[1; 100], &[theirs.as_fd()]).expect("send");
+    drop(theirs);
+    let error = b.recv_with_fds(&mut [0; 10]).expect_err("too long");
+    assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+    // The descriptor that came was closed: its other end sees the end.
+    assert_eq!(probe.recv_with_fds(&mut [0; 8]).expect("receive").0, 0);
+}
+
+#[test]
+fn an_end_reads_as_no_bytes_and_a_write_to_it_fails() {
+    let (a, b) = Stream::pair().expect("pair");
+    drop(a);
+    assert_eq!(b.recv_with_fds(&mut [0; 8]).expect("receive").0, 0);
+    assert_eq!(b.send_with_fds(b"x", &[]).expect_err("closed").kind(), io::ErrorKind::BrokenPipe);
+    assert!(b.send_with_fds(b"", &[]).is_err());
+}
+
+#[test]
+fn a_wait_for_a_message_ends() {
+    let (_a, b) = Stream::pair().expect("pair");
+    b.set_recv_timeout(Some(Duration::from_millis(10))).expect("timeout");
+    let error = b.recv_with_fds(&mut [0; 8]).expect_err("nothing was sent");
+    assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+    assert!(b.set_recv_timeout(Some(Duration::ZERO)).is_err());
+}
+
+#[test]
+fn a_listener_takes_over_a_stale_path_and_respects_a_live_one() {
+    let folder = folder();
+    let path = folder.join("s");
+    let first = Listener::bind(&path, 0o600).expect("bind");
+    let mode = std::fs::metadata(&path).expect("stat").permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    let client = Stream::connect(&path).expect("connect");
+    let server = first.accept().expect("accept");
+    assert_eq!(server.peer_cred().expect("cred").pid, std::process::id().cast_signed());
+    client.send_with_fds(b"x", &[]).expect("send");
+    assert_eq!(server.recv_with_fds(&mut [0; 8]).expect("receive").0, 1);
+    let taken = Listener::bind(&path, 0o600).expect_err("somebody listens");
+    assert_eq!(taken.kind(), io::ErrorKind::AddrInUse);
+    drop(first);
+    Listener::bind(&path, 0o666).expect("a stale socket is replaced");
+    let long = folder.join("x".repeat(200));
+    let error = Listener::bind(&long, 0o600).expect_err("too long");
+    assert!(error.to_string().contains("107"));
+    std::fs::remove_dir_all(folder).expect("clean");
+}
