@@ -8,10 +8,10 @@
 
 #![forbid(unsafe_code)]
 
-pub mod hello;
-pub mod request;
-pub mod reply;
 pub mod control;
+pub mod hello;
+pub mod reply;
+pub mod request;
 
 use serde::{Serialize, de::DeserializeOwned};
 

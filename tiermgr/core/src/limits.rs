@@ -1,0 +1,26 @@
+//! Every maximum, and how they fit together.
+
+use crate::units::CHUNK_EXTENTS;
+
+/// Pieces of a `COPY`: a demand fault never waits behind a longer one.
+pub const COPY_PIECE_BYTES: u64 = 256 << 10;
+/// Commands that one process' helper can hold at once.
+pub const COMMANDS_IN_FLIGHT_MAX: u32 = 64;
+/// Chunks in the limbo range of one process, at most.
+pub const LIMBO_BLOCKS_MAX: u32 = 512;
+/// Processes of one family, the client and its forked descendants.
+pub const PROCS_MAX: usize = 1024;
+/// Regions of one process.
+pub const REGIONS_MAX: usize = 4096;
+/// Records of one family: 16 TiB of managed address space.
+pub const RECORDS_MAX: u32 = 1 << 28;
+/// Large staging buffers, one chunk each: reads ahead and writes.
+pub const STREAM_BUFFERS: u16 = 4;
+/// Small staging buffers, one extent each: the faulting extent comes first through these.
+pub const DEMAND_BUFFERS: u16 = 16;
+
+// A write and a read ahead can always be under way at once, and neither takes a buffer that a
+// faulting thread waits for.
+const _: () = assert!(STREAM_BUFFERS >= 2 && DEMAND_BUFFERS >= 2);
+// A mask of the extents of a chunk fits a `u32`.
+const _: () = assert!(CHUNK_EXTENTS <= u32::BITS);

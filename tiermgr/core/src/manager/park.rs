@@ -1,0 +1,626 @@
+//! Making room: which extents leave, and how they get to limbo.
+//!
+//! The policy is a second chance: chunks stand in a queue in the order in which they became resident;
+//! from the front, extents that have not just arrived move to limbo, where a touch brings them back
+//! to the end of the queue. What is not touched there is written out, oldest first. This is the
+//! inactive list of Linux' page reclaim, with moves in place of the accessed bit.
+
+use super::limbo::settle_block;
+use super::op::{ArmThen, Kind, Op, Piece, Prepare, Zero};
+use super::shared::{Shared, millis};
+use super::space::{Stage, extent_mask, first_run, page_mask, runs};
+use super::write::want_slots;
+use super::{Manager, Waiting};
+use crate::effect::{Command, Effect};
+use crate::event::{CommandOutcome, IoctlOutcome};
+use crate::limits::COMMANDS_IN_FLIGHT_MAX;
+use crate::page::{PageEvent, PageMask, PageState};
+use crate::record::Records;
+use crate::units::{Addr, CHUNK_EXTENTS, EXTENT_BYTES, LimboBlock, OpId, ProcId, Span, low_u32};
+
+/// Chunks looked at in one turn for each that is moved.
+const TRIES_MAX: usize = 64;
+/// Blocks that one turn sends to limbo.
+const MOVES_PER_TURN_MAX: usize = 8;
+
+/// A refused extent rests for at most two to the power of this many milliseconds.
+const REFUSAL_BACKOFF_MAX: u8 = 12;
+
+/// Extents that may be made exclusive at once although there is no room for their copies.
+const PREPARES_MIN: u32 = 8;
+
+/// What can be done about a chunk.
+#[derive(Clone, Copy, Debug, Default)]
+struct Verdict {
+    /// Extents that may move.
+    move_mask: u32,
+    /// Of these, those that will need a slot.
+    dirty: u32,
+    /// Extents that a fork left shared: they must be made exclusive first.
+    prepare_mask: u32,
+    /// Extents of which a part is in the store: they must come in before they can leave whole.
+    mixed: Option<u32>,
+    /// Extents that were refused before: each moves by itself, so that it stops no other.
+    alone: u32,
+    /// Some extent stays resident.
+    stays: bool,
+}
+
+impl<R: Records> Manager<R> {
+    /// Whether nothing is on its way that could make room, and nothing more can be started.
+    pub(super) fn is_stuck(&self) -> bool {
+        let leaving = self.shared.ops.iter().any(|(_, op)| {
+            matches!(
+                op.kind,
+                Kind::Move { .. }
+                    | Kind::Guard { .. }
+                    | Kind::MoveCheck { .. }
+                    | Kind::Write(_)
+                    | Kind::DropLimbo { .. }
+                    | Kind::Prepare(_)
+                    | Kind::Arm { .. }
+                    | Kind::MapArmed
+                    | Kind::Discard { .. }
+                    | Kind::Rescue(_)
+            )
+        });
+        let credit = self.shared.gauges.credit_pages > 0;
+        let movable = self.spaces.values().any(|s| s.has_helper)
+            && (!self.shared.queue.is_empty()
+                || self.spaces.values().any(|s| s.has_helper && !s.resting.is_empty()));
+        let blocked =
+            self.shared.slots_overdue() || self.shared.now < self.shared.store_rests_until;
+        !leaving && !credit && (!movable || blocked || self.fruitless)
+    }
+
+    /// Keeps room free.
+    pub(super) fn park(&mut self, effects: &mut Vec<Effect>) {
+        self.fruitless = false;
+        self.rests_on = false;
+        let extent_pages = u64::from(self.shared.extent_pages());
+        let waiting = self.waiting.len() as u64 + u64::from(self.starving);
+        let demand = waiting * extent_pages;
+        let wanted = self.shared.gauges.used_pages() + demand + self.shared.reserve_pages();
+        let Some(over) = wanted.checked_sub(self.shared.budget_pages).filter(|&over| over > 0)
+        else {
+            return;
+        };
+        if !self.shared.room_wanted {
+            self.shared.room_wanted = true;
+            let bytes = (over + self.shared.reserve_pages()) * self.shared.page_bytes();
+            effects.push(Effect::WantRoom { bytes });
+        }
+        if self.shared.gauges.credit_pages > 0 {
+            // How much of it is really used shows only once it is armed.
+            self.start_arming(effects);
+            return;
+        }
+        // Reads ahead stop at half of the reserve, so the rest is cut short before that.
+        let kept = self.shared.reserve_pages() / 4 * 3;
+        let urgent =
+            demand > 0 || self.shared.gauges.used_pages() + kept > self.shared.budget_pages;
+        let written = self.write_resting(over, urgent, effects);
+        let moved = self.fill_limbo(over, effects);
+        let resting = self.spaces.values().any(|s| !s.resting.is_empty());
+        self.fruitless = written == 0 && moved == 0 && !self.rests_on && (urgent || !resting);
+    }
+
+    /// Writes out blocks that have rested, until enough is on its way. Gives how many were begun.
+    fn write_resting(&mut self, over: u64, urgent: bool, effects: &mut Vec<Effect>) -> u32 {
+        let extent_pages = u64::from(self.shared.extent_pages());
+        let mut leaving = self.shared.gauges.dropping_pages;
+        for block in self.spaces.values().flat_map(|s| &s.blocks) {
+            if block.stage == Stage::Writing {
+                leaving += u64::from(block.mask.count_ones()) * extent_pages;
+            }
+        }
+        let mut begun = 0;
+        while leaving < over {
+            let oldest = self
+                .spaces
+                .values()
+                .filter(|s| s.has_helper && !s.gone)
+                .filter_map(|s| {
+                    // A block may be empty already and wait only for a rescue to end.
+                    let mut held = s.resting.iter().filter(|b| s.blocks[b.0 as usize].mask != 0);
+                    let &block = held.next()?;
+                    Some((s.blocks[block.0 as usize].since, s.id, block))
+                })
+                .min();
+            let Some((since, proc, block)) = oldest else {
+                break;
+            };
+            let rested = since.after_ns(self.shared.config.probation_ns);
+            // In its place a page is guarded by this rest alone: nothing shortens it.
+            let in_place = !self.shared.config.has_move;
+            if (in_place || !urgent) && rested > self.shared.now {
+                self.rests_on = in_place;
+                self.timer = self.timer.min(rested);
+                break;
+            }
+            let mask = self.spaces[&proc].blocks[block.0 as usize].mask;
+            if !self.start_write(proc, block, effects) {
+                break;
+            }
+            let after = self.spaces[&proc].blocks[block.0 as usize];
+            if after.stage == Stage::Resting && after.mask == mask {
+                // All of it is being brought back.
+                break;
+            }
+            begun += 1;
+            leaving += u64::from(mask.count_ones()) * extent_pages;
+        }
+        begun
+    }
+
+    /// Moves extents to limbo until enough rests there. Gives how many chunks were begun.
+    fn fill_limbo(&mut self, over: u64, effects: &mut Vec<Effect>) -> usize {
+        let chunk_pages = u64::from(self.shared.config.geometry.chunk_pages());
+        let target = over.max(self.shared.budget_pages / 16).max(chunk_pages);
+        let mut moves = 0;
+        let mut tries = 0;
+        let ignore_age_from = self.shared.queue.len().min(TRIES_MAX / 2);
+        while self.shared.gauges.limbo_pages < target
+            && moves < MOVES_PER_TURN_MAX
+            && tries < TRIES_MAX
+        {
+            let Some((proc, at)) = self.shared.queue.pop_front() else {
+                break;
+            };
+            tries += 1;
+            if self.commands_in_flight(proc) + CHUNK_EXTENTS > COMMANDS_IN_FLIGHT_MAX {
+                self.shared.queue.push_front((proc, at));
+                break;
+            }
+            let verdict = self.judge(proc, at, tries <= ignore_age_from);
+            let Some(verdict) = verdict else {
+                continue;
+            };
+            if let Some(extent) = verdict.mixed {
+                let home = at.plus(u64::from(extent) * EXTENT_BYTES);
+                if let Some(space) = self.spaces.get_mut(&proc) {
+                    space.ahead.push_back((home, 1));
+                }
+            }
+            let mut begun = false;
+            if verdict.move_mask != 0 {
+                match self.start_move(proc, at, verdict, effects) {
+                    Some(true) => {
+                        begun = true;
+                        moves += 1;
+                    }
+                    Some(false) => {}
+                    None => {
+                        // No block or no slots: the same for every other chunk.
+                        self.shared.queue.push_front((proc, at));
+                        break;
+                    }
+                }
+            } else if verdict.prepare_mask != 0 {
+                begun = self.start_prepare(proc, at, verdict.prepare_mask, effects);
+                if !begun {
+                    self.shared.queue.push_front((proc, at));
+                    break;
+                }
+                moves += 1;
+            }
+            if begun || verdict.stays || verdict.move_mask != 0 || verdict.prepare_mask != 0 {
+                self.shared.queue.push_back((proc, at));
+            } else if let Some(region) =
+                self.spaces.get_mut(&proc).and_then(|s| s.region_at_mut(at))
+            {
+                let chunk = region.extent_of(at) / CHUNK_EXTENTS;
+                region.chunk_mut(chunk).queued = false;
+            }
+        }
+        moves
+    }
+
+    /// Commands that the helper of a process has, or may get from operations under way.
+    pub(super) fn commands_in_flight(&self, proc: ProcId) -> u32 {
+        let commands = self.shared.ops.iter().filter(|(_, op)| {
+            op.proc == proc
+                && matches!(
+                    op.kind,
+                    Kind::Move { .. }
+                        | Kind::DropLimbo { .. }
+                        | Kind::Prepare(_)
+                        | Kind::Discard { .. }
+                )
+        });
+        low_u32(commands.count() as u64)
+    }
+
+    /// What may leave of the chunk at `at`. `None` where there is no such chunk any more.
+    fn judge(&mut self, proc: ProcId, at: Addr, mind_age: bool) -> Option<Verdict> {
+        let shared = &self.shared;
+        let space = self.spaces.get(&proc)?;
+        let region = space.region_at(at)?;
+        let mut verdict = Verdict::default();
+        let usable = space.has_helper
+            && !space.drained
+            && space.draining.is_empty()
+            && !space.is_held()
+            && region.closing.is_none();
+        let quarter = low_u32(shared.gauges.resident_pages / u64::from(shared.extent_pages()) / 4);
+        let now_ms = millis(shared.now);
+        let first = region.extent_of(at);
+        for position in 0..CHUNK_EXTENTS {
+            let extent = first + position;
+            let states = shared.record(region, extent).states;
+            if !states.any(PageState::is_resident) {
+                continue;
+            }
+            let note = region.note(extent);
+            let bit = 1 << position;
+            let young = mind_age && shared.stamp.wrapping_sub(note.stamp) < quarter;
+            let refused = note.rests_until_ms > now_ms;
+            let away =
+                states.any(|s| s.is_limbo() || matches!(s, PageState::Parked | PageState::Filling));
+            if !usable || note.is_busy() || note.pins > 0 || young || refused {
+                verdict.stays = true;
+            } else if away {
+                verdict.stays = true;
+                if states.any(|s| s == PageState::Parked) {
+                    verdict.mixed = Some(position);
+                }
+            } else if note.cow {
+                verdict.prepare_mask |= bit;
+            } else {
+                verdict.move_mask |= bit;
+                if note.refusals > 0 {
+                    verdict.alone |= bit;
+                }
+                if states.any(|s| s == PageState::Dirty) {
+                    verdict.dirty += 1;
+                }
+            }
+        }
+        Some(verdict)
+    }
+
+    /// Orders the moves of a chunk. `None`: nothing can move now. `Some(false)`: not this one.
+    fn start_move(
+        &mut self,
+        proc: ProcId,
+        at: Addr,
+        verdict: Verdict,
+        effects: &mut Vec<Effect>,
+    ) -> Option<bool> {
+        let shared = &mut self.shared;
+        let space = self.spaces.get_mut(&proc)?;
+        // Every extent in limbo has a slot that it could go to: a fork can always write it out.
+        let needed = shared.unslotted_extents + u64::from(verdict.dirty);
+        if verdict.dirty > 0 && u64::from(shared.slots.free_slots()) < needed {
+            want_slots(shared, effects);
+            return None;
+        }
+        let Some(block) = space.free_block() else {
+            // This process' limbo is full; another's may not be.
+            return Some(false);
+        };
+        let now = shared.now;
+        {
+            let entry = space.block(block);
+            entry.stage = Stage::Moving;
+            entry.home = at;
+            entry.since = now;
+            entry.mask = verdict.move_mask;
+        }
+        let alone = verdict.alone;
+        for (first, count) in move_runs(verdict.move_mask, alone) {
+            let start = at.plus(u64::from(first) * EXTENT_BYTES);
+            let to = space.limbo_addr(block, start);
+            let kind = match space.in_place {
+                false => Kind::Move { block, count },
+                true => Kind::Guard { block, count },
+            };
+            let id = shared.begin(space, Op { proc, at: start, kind });
+            space.block(block).ops += 1;
+            let index = space.region_index(start)?;
+            let region = &mut space.regions[index];
+            let extent = region.extent_of(start);
+            for extent in extent..extent + count {
+                Shared::<R>::lock(region, extent, id);
+                let record = shared.record(region, extent);
+                let mask = record.states.mask(PageState::is_resident);
+                if let Some(states) = record.states.after(mask, PageEvent::LimboBegun) {
+                    shared.update(proc, region, extent, states, record.slot, Some(block));
+                }
+            }
+            let len = u64::from(count) * EXTENT_BYTES;
+            if space.in_place {
+                let span = Span::new(start, len);
+                effects.push(Effect::Protect { op: id, proc, span, on: true });
+            } else {
+                let command = Command::Move { from: start, to, len };
+                effects.push(Effect::Command { op: id, proc, command });
+            }
+        }
+        Some(true)
+    }
+
+    /// Makes shared extents of a chunk exclusive, as many as there is room for: each is a copy at
+    /// first. A few go always, or room would never come.
+    fn start_prepare(
+        &mut self,
+        proc: ProcId,
+        at: Addr,
+        mask: u32,
+        effects: &mut Vec<Effect>,
+    ) -> bool {
+        let free = self.shared.budget_pages.saturating_sub(self.shared.gauges.used_pages());
+        let fits = low_u32(free / u64::from(self.shared.extent_pages()) / 2);
+        let under_way =
+            self.shared.ops.iter().filter(|(_, op)| matches!(op.kind, Kind::Prepare(_)));
+        let mut allowed = fits.max(PREPARES_MIN).saturating_sub(low_u32(under_way.count() as u64));
+        if allowed == 0 {
+            return false;
+        }
+        for (first, count) in runs(mask) {
+            for n in first..first + count {
+                if allowed == 0 {
+                    return true;
+                }
+                allowed -= 1;
+                let at = at.plus(u64::from(n) * EXTENT_BYTES);
+                self.part(proc, at);
+                self.dirty_extent(proc, at);
+                let shared = &mut self.shared;
+                let Some(space) = self.spaces.get_mut(&proc) else {
+                    return true;
+                };
+                let kind = Kind::Prepare(Prepare::Unprotecting);
+                let id = shared.begin(space, Op { proc, at, kind });
+                if let Some(region) = space.region_at_mut(at) {
+                    let extent = region.extent_of(at);
+                    Shared::<R>::lock(region, extent, id);
+                }
+                self.issue(id, effects);
+            }
+        }
+        true
+    }
+
+    /// Unprotected: now the helper can write to the pages without changing them.
+    pub(super) fn on_prepared(
+        &mut self,
+        id: OpId,
+        outcome: IoctlOutcome,
+        effects: &mut Vec<Effect>,
+    ) {
+        let Some(op) = self.shared.ops.get_mut(id) else {
+            return;
+        };
+        let (proc, at) = (op.proc, op.at);
+        if outcome != IoctlOutcome::Done {
+            self.end_extent_op(id, true, effects);
+            return;
+        }
+        op.kind = Kind::Prepare(Prepare::Looking);
+        effects.push(Effect::ReadMap { op: id, proc, at });
+    }
+
+    /// Only what is there is populated: the helper would sleep on a missing page, and wait for us.
+    pub(super) fn on_prepare_looked(
+        &mut self,
+        id: OpId,
+        present: PageMask,
+        effects: &mut Vec<Effect>,
+    ) {
+        let page_bytes = self.shared.page_bytes();
+        let Some(op) = self.shared.ops.get_mut(id) else {
+            return;
+        };
+        let (proc, at) = (op.proc, op.at);
+        let Some((first, count)) = first_run(present) else {
+            self.end_extent_op(id, true, effects);
+            return;
+        };
+        op.kind = Kind::Prepare(Prepare::Populating { rest: present & !page_mask(first, count) });
+        let start = at.plus(u64::from(first) * page_bytes);
+        let span = Span::new(start, u64::from(count) * page_bytes);
+        effects.push(Effect::Command { op: id, proc, command: Command::Populate(span) });
+    }
+
+    fn on_populated(&mut self, id: OpId, outcome: CommandOutcome, effects: &mut Vec<Effect>) {
+        let Some(Op { kind: Kind::Prepare(Prepare::Populating { rest }), .. }) =
+            self.shared.ops.get(id)
+        else {
+            return;
+        };
+        let rest = if outcome == CommandOutcome::Done { *rest } else { 0 };
+        self.on_prepare_looked(id, rest, effects);
+    }
+
+    /// A fault inside an extent that the helper populates. It may be the helper's own, on a page that
+    /// the client dropped a moment ago, or that a shield which came late has protected again; it is
+    /// answered at once, or the helper would never end.
+    pub(super) fn unblock_helper(&mut self, fault: Waiting, effects: &mut Vec<Effect>) {
+        let page_bytes = self.shared.page_bytes();
+        let start = fault.at.align_down(page_bytes);
+        let Some(space) = self.spaces.get_mut(&fault.proc) else {
+            return;
+        };
+        let at = start.align_down(EXTENT_BYTES);
+        if fault.protected {
+            let op = Op { proc: fault.proc, at, kind: Kind::Unprotect };
+            let id = self.shared.begin(space, op);
+            self.issue(id, effects);
+            return;
+        }
+        let mask = page_mask(self.shared.page_of(start), 1);
+        let zero = Zero { mask, piece: Piece { start, len: page_bytes }, recheck: true };
+        let id = self.shared.begin(space, Op { proc: fault.proc, at, kind: Kind::Zero(zero) });
+        self.shared.gauges.reserved_pages += 1;
+        self.issue(id, effects);
+    }
+
+    pub(super) fn on_commanded(
+        &mut self,
+        id: OpId,
+        bytes: u64,
+        outcome: CommandOutcome,
+        effects: &mut Vec<Effect>,
+    ) {
+        match self.shared.ops.get(id).map(|op| &op.kind) {
+            Some(Kind::Move { .. }) => self.on_moved(id, bytes, outcome, effects),
+            Some(Kind::DropLimbo { .. }) => self.on_limbo_dropped(id, outcome, effects),
+            Some(Kind::Prepare(_)) => self.on_populated(id, outcome, effects),
+            Some(Kind::Discard { .. }) => self.on_discarded(id, outcome, effects),
+            _ => {}
+        }
+    }
+
+    fn on_moved(
+        &mut self,
+        id: OpId,
+        bytes: u64,
+        outcome: CommandOutcome,
+        effects: &mut Vec<Effect>,
+    ) {
+        let Some(Op { proc, at, kind: Kind::Move { block, count } }) = self.shared.ops.get(id)
+        else {
+            return;
+        };
+        let (proc, at, block, count) = (*proc, *at, *block, *count);
+        let done = match outcome {
+            CommandOutcome::Done => count,
+            CommandOutcome::Busy | CommandOutcome::Stopped => {
+                self.shared.stats.moves_refused += 1;
+                low_u32(bytes.min(u64::from(count) * EXTENT_BYTES) / EXTENT_BYTES)
+            }
+            CommandOutcome::Cancelled | CommandOutcome::NoHelper => 0,
+        };
+        let nothing_moved = matches!(outcome, CommandOutcome::Cancelled | CommandOutcome::NoHelper);
+        let shared = &mut self.shared;
+        let Some(space) = self.spaces.get_mut(&proc) else {
+            return;
+        };
+        if outcome == CommandOutcome::NoHelper {
+            space.has_helper = false;
+        }
+        shared.end(space, id);
+        let Some(index) = space.region_index(at) else {
+            return;
+        };
+        let first = space.regions[index].extent_of(at);
+        let now_ms = millis(shared.now);
+        for n in 0..count {
+            let extent = first + n;
+            let refusals = space.regions[index].note(extent).refusals;
+            let rest_until = now_ms.saturating_add(1 << refusals.min(REFUSAL_BACKOFF_MAX));
+            let home = space.regions[index].extent_addr(extent);
+            if n < done {
+                space.regions[index].note_mut(extent).refusals = 0;
+                Shared::<R>::unlock(proc, &mut space.regions[index], extent, id, effects);
+            } else if nothing_moved {
+                Self::refuse_extent(shared, space, index, extent, block, PageMask::MAX);
+                Shared::<R>::unlock(proc, &mut space.regions[index], extent, id, effects);
+            } else {
+                // What came of this one must be looked up page by page.
+                let kind = Kind::MoveCheck { block };
+                let check = shared.begin(space, Op { proc, at: home, kind });
+                let note = space.regions[index].note_mut(extent);
+                note.busy = check;
+                // Pages that a fork left shared, or marks of protection on missing ones, may be what
+                // stopped it: the next try prepares it.
+                note.cow |= n == done && note.refusals == 0;
+                note.refusals = note.refusals.saturating_add(1);
+                note.rests_until_ms = rest_until;
+                space.block(block).ops += 1;
+                let at = space.limbo_addr(block, home);
+                effects.push(Effect::ReadMap { op: check, proc, at });
+            }
+        }
+        space.block(block).ops -= 1;
+        settle_block(shared, space, block);
+    }
+
+    /// The pages of `mask` that were to go to limbo are still in their place.
+    pub(super) fn refuse_extent(
+        shared: &mut Shared<R>,
+        space: &mut super::space::Space,
+        index: usize,
+        extent: u32,
+        block: LimboBlock,
+        mask: PageMask,
+    ) {
+        let proc = space.id;
+        let record = shared.record(&space.regions[index], extent);
+        let staying = record.states.mask(PageState::is_limbo) & mask;
+        let Some(states) = record.states.after(staying, PageEvent::LimboRefused) else {
+            return;
+        };
+        let region = &mut space.regions[index];
+        shared.update(proc, region, extent, states, record.slot, Some(block));
+        shared.enqueue(proc, region, extent);
+        if !states.any(PageState::is_limbo) {
+            let position = extent % CHUNK_EXTENTS;
+            space.block(block).mask &= !extent_mask(position, 1);
+        }
+    }
+
+    /// Which pages of an extent a stopped move took.
+    pub(super) fn on_move_checked(
+        &mut self,
+        id: OpId,
+        present: PageMask,
+        known: bool,
+        effects: &mut Vec<Effect>,
+    ) {
+        let shared = &mut self.shared;
+        let Some(proc) = shared.ops.get(id).map(|op| op.proc) else {
+            return;
+        };
+        let Some(space) = self.spaces.get_mut(&proc) else {
+            return;
+        };
+        let Some(Op { at, kind: Kind::MoveCheck { block }, .. }) = shared.end(space, id) else {
+            return;
+        };
+        if let Some(index) = space.region_index(at) {
+            let extent = space.regions[index].extent_of(at);
+            if known {
+                Self::refuse_extent(shared, space, index, extent, block, !present);
+            }
+            Shared::<R>::unlock(proc, &mut space.regions[index], extent, id, effects);
+        }
+        space.block(block).ops -= 1;
+        settle_block(shared, space, block);
+        let half = space
+            .region_at(at)
+            .map(|r| shared.record(r, r.extent_of(at)).states)
+            .is_some_and(|s| s.any(PageState::is_limbo) && s.any(PageState::is_resident));
+        if half && !self.spaces.get(&proc).is_none_or(super::space::Space::is_held) {
+            // Extents leave whole or not at all.
+            self.start_rescue(proc, at, false, true, effects);
+        }
+    }
+
+    /// Arms the largest unarmed part, so that what is used of it becomes known.
+    fn start_arming(&mut self, effects: &mut Vec<Effect>) {
+        let busy = self.spaces.values().flat_map(|s| &s.regions).any(|r| r.arming.is_some());
+        if busy {
+            return;
+        }
+        let largest = self
+            .spaces
+            .values()
+            .filter(|s| !s.is_held() && !s.drained)
+            .flat_map(|s| &s.regions)
+            .filter(|r| r.closing.is_none() && r.record.unarmed_extents > 0)
+            .max_by_key(|r| r.record.unarmed_extents)
+            .map(|r| (r.record.proc, r.record.base));
+        if let Some((proc, base)) = largest {
+            self.arm_region(proc, base, ArmThen::Map, effects);
+        }
+    }
+}
+
+/// Runs of `mask` as `(first, count)`, with each extent of `alone` by itself.
+fn move_runs(mask: u32, alone: u32) -> impl Iterator<Item = (u32, u32)> {
+    let singles =
+        runs(mask & alone).flat_map(|(first, count)| (first..first + count).map(|n| (n, 1)));
+    runs(mask & !alone).chain(singles)
+}

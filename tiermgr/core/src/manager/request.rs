@@ -1,0 +1,510 @@
+//! What clients ask for.
+
+use super::life::GIVEN_UP;
+use super::limbo::{leave_block, note_stale, settle_block};
+use super::op::{ArmThen, Kind, Op};
+use super::shared::Shared;
+use super::space::{Lease, Order, Region};
+use super::{Manager, PendingDiscard, Proof, refuse, reply};
+use crate::effect::{Command, Effect, Refusal, Reply};
+use crate::event::{Advice, CommandOutcome, Request};
+use crate::limits::REGIONS_MAX;
+use crate::page::{PageMask, PageState};
+use crate::record::{Records, RegionRecord};
+use crate::units::{
+    Addr, CHUNK_BYTES, CHUNK_EXTENTS, EXTENT_BYTES, LeaseId, OpId, ProcId, RegionId, RequestId,
+    Span, low_u32,
+};
+
+impl<R: Records> Manager<R> {
+    pub(super) fn on_asked(
+        &mut self,
+        request: RequestId,
+        proc: ProcId,
+        what: Request,
+        effects: &mut Vec<Effect>,
+    ) {
+        let Some(space) = self.spaces.get(&proc).filter(|s| !s.gone) else {
+            refuse(effects, request, Refusal::NotAttached);
+            return;
+        };
+        if space.is_held() {
+            self.deferred.push_back((request, proc, what));
+            return;
+        }
+        let span = match what {
+            Request::Discard { span }
+            | Request::Advise { span, .. }
+            | Request::Prefetch { span }
+            | Request::Pin { span }
+            | Request::Residency { span } => Some(span),
+            Request::AddRegion { .. }
+            | Request::DropRegion { .. }
+            | Request::Unpin { .. }
+            | Request::Drain => None,
+        };
+        if let Some(span) = span
+            && let Err(why) = self.check_span(proc, span)
+        {
+            refuse(effects, request, why);
+            return;
+        }
+        match what {
+            Request::AddRegion { span } => self.add_region(request, proc, span, effects),
+            Request::DropRegion { region } => {
+                if !self.close_region(proc, region, Some(request)) {
+                    refuse(effects, request, Refusal::NotManaged);
+                }
+            }
+            Request::Discard { span } => {
+                self.discards.push_back(PendingDiscard {
+                    request: Some(request),
+                    proc,
+                    span,
+                    proof: Proof::Needed,
+                });
+            }
+            Request::Advise { span, advice } => {
+                self.advise(proc, span, advice);
+                reply(effects, request, Reply::Done);
+            }
+            Request::Prefetch { span } => {
+                self.want_ahead(proc, span);
+                reply(effects, request, Reply::Done);
+            }
+            Request::Pin { span } => self.pin(request, proc, span, effects),
+            Request::Unpin { lease } => self.unpin(request, proc, lease, effects),
+            Request::Residency { span } => {
+                let region = self.spaces.get(&proc).and_then(|s| s.region_at(span.start));
+                let answer = region.map_or(Reply::Refused(Refusal::NotManaged), |region| {
+                    Reply::Residency(self.shared.residency(region, span))
+                });
+                reply(effects, request, answer);
+            }
+            Request::Drain => self.drain(request, proc, effects),
+        }
+    }
+
+    /// Requests that came while their process was held.
+    pub(super) fn ask_deferred(&mut self, effects: &mut Vec<Effect>) {
+        for _ in 0..self.deferred.len() {
+            if let Some((request, proc, what)) = self.deferred.pop_front() {
+                self.on_asked(request, proc, what, effects);
+            }
+        }
+    }
+
+    fn check_span(&self, proc: ProcId, span: Span) -> Result<(), Refusal> {
+        let page = self.shared.page_bytes();
+        if span.len == 0 || !span.start.0.is_multiple_of(page) || !span.len.is_multiple_of(page) {
+            return Err(Refusal::Misaligned);
+        }
+        let region = self.spaces.get(&proc).and_then(|s| s.region_at(span.start));
+        let region = region.filter(|r| r.closing.is_none()).ok_or(Refusal::NotManaged)?;
+        let left = region.span().end().0 - span.start.0;
+        if span.len > left { Err(Refusal::NotManaged) } else { Ok(()) }
+    }
+
+    fn add_region(
+        &mut self,
+        request: RequestId,
+        proc: ProcId,
+        span: Span,
+        effects: &mut Vec<Effect>,
+    ) {
+        let aligned =
+            span.start.0.is_multiple_of(CHUNK_BYTES) && span.len.is_multiple_of(CHUNK_BYTES);
+        if !aligned || span.len == 0 || span.start.0.checked_add(span.len).is_none() {
+            refuse(effects, request, Refusal::Misaligned);
+            return;
+        }
+        let shared = &mut self.shared;
+        let Some(space) = self.spaces.get_mut(&proc) else {
+            return;
+        };
+        if !space.draining.is_empty() {
+            refuse(effects, request, Refusal::NotAttached);
+            return;
+        }
+        if space.regions.iter().any(|r| r.span().overlaps(span)) {
+            refuse(effects, request, Refusal::Overlaps);
+            return;
+        }
+        let extents = u32::try_from(span.len / EXTENT_BYTES).ok();
+        let first = extents
+            .filter(|_| space.regions.len() < REGIONS_MAX)
+            .and_then(|extents| shared.take_records(extents));
+        let (Some(first), Some(extents)) = (first, extents) else {
+            refuse(effects, request, Refusal::TooMany);
+            return;
+        };
+        let pages = u64::from(shared.extent_pages());
+        let room =
+            shared.budget_pages.saturating_sub(shared.gauges.used_pages() + shared.reserve_pages());
+        let chunks = room / (pages * u64::from(CHUNK_EXTENTS));
+        let unarmed = low_u32((chunks * u64::from(CHUNK_EXTENTS)).min(u64::from(extents)));
+        shared.gauges.credit_pages += u64::from(unarmed) * pages;
+        self.next_region += 1;
+        let number = RegionId(self.next_region);
+        let record = RegionRecord {
+            proc,
+            region: number,
+            base: span.start,
+            extents,
+            first,
+            unarmed_extents: unarmed,
+        };
+        shared.records.put_region(record);
+        let at = space.regions.partition_point(|r| r.record.base < span.start);
+        space.regions.insert(at, Region::new(record));
+        if unarmed == extents {
+            reply(effects, request, Reply::Region(number));
+            return;
+        }
+        let native = u64::from(unarmed) * EXTENT_BYTES;
+        let armed = Span::new(span.start.plus(native), span.len - native);
+        let then = ArmThen::ReplyRegion(request);
+        let kind = Kind::Arm { span: armed, on: true, then };
+        let id = shared.begin(space, Op { proc, at: span.start, kind });
+        self.issue(id, effects);
+    }
+
+    fn advise(&mut self, proc: ProcId, span: Span, advice: Advice) {
+        match advice {
+            Advice::WillNeed => self.want_ahead(proc, span),
+            Advice::Cold => self.make_cold(proc, span),
+            Advice::Sequential | Advice::Cyclic => self.set_order(proc, span, Order::Ascending),
+            Advice::Random => self.set_order(proc, span, Order::Random),
+            Advice::Normal => self.set_order(proc, span, Order::Unknown),
+            // Clean pages keep their slots anyway; nothing is done differently.
+            Advice::ReadMostly => {}
+        }
+    }
+
+    fn set_order(&mut self, proc: ProcId, span: Span, order: Order) {
+        if let Some(region) = self.spaces.get_mut(&proc).and_then(|s| s.region_at_mut(span.start)) {
+            region.order = order;
+        }
+    }
+
+    fn want_ahead(&mut self, proc: ProcId, span: Span) {
+        let first = span.start.align_down(EXTENT_BYTES);
+        let extents = (span.end().0 - first.0).div_ceil(EXTENT_BYTES);
+        if let Some(space) = self.spaces.get_mut(&proc) {
+            space.ahead.push_back((first, u32::try_from(extents).unwrap_or(u32::MAX)));
+        }
+    }
+
+    /// Puts the chunks of a span first in the queue of what leaves.
+    fn make_cold(&mut self, proc: ProcId, span: Span) {
+        let shared = &mut self.shared;
+        let Some(region) = self.spaces.get_mut(&proc).and_then(|s| s.region_at_mut(span.start))
+        else {
+            return;
+        };
+        let first = region.extent_of(span.start);
+        let last = region.extent_of(Addr(span.end().0 - 1));
+        shared
+            .queue
+            .retain(|&(owner, at)| owner != proc || !Span::new(at, CHUNK_BYTES).overlaps(span));
+        for extent in (first..=last).rev() {
+            let old = shared.stamp.wrapping_sub(u32::MAX / 2);
+            region.note_mut(extent).stamp = old;
+            if extent % CHUNK_EXTENTS == 0 || extent == first {
+                let at = region.extent_addr(extent).align_down(CHUNK_BYTES);
+                region.chunk_mut(extent / CHUNK_EXTENTS).queued = true;
+                shared.queue.push_front((proc, at));
+            }
+        }
+    }
+
+    fn pin(&mut self, request: RequestId, proc: ProcId, span: Span, effects: &mut Vec<Effect>) {
+        let extent_pages = u64::from(self.shared.extent_pages());
+        let Some(space) = self.spaces.get_mut(&proc) else {
+            return;
+        };
+        let Some(index) = space.region_index(span.start) else {
+            return;
+        };
+        let region = &mut space.regions[index];
+        let first = region.extent_of(span.start);
+        let last = region.extent_of(Addr(span.end().0 - 1));
+        let fresh = (first..=last).filter(|&extent| region.note(extent).pins == 0).count() as u64;
+        let full = (first..=last).any(|extent| region.note(extent).pins == u16::MAX);
+        let pinned = self.shared.gauges.pinned_pages + fresh * extent_pages;
+        if full || pinned > self.shared.budget_pages / 2 {
+            refuse(effects, request, Refusal::NoRoom);
+            return;
+        }
+        self.shared.gauges.pinned_pages = pinned;
+        for extent in first..=last {
+            region.note_mut(extent).pins += 1;
+        }
+        // What a lease promises is there in truth, not only by the record.
+        for extent in first..=last {
+            let region = &mut space.regions[index];
+            if region.is_unarmed(extent) || region.note(extent).is_busy() {
+                continue;
+            }
+            let at = region.extent_addr(extent);
+            let kind = Kind::Look { in_place: None, strict: true, held_pages: 0 };
+            let look = self.shared.begin(space, Op { proc, at, kind });
+            Shared::<R>::lock(&mut space.regions[index], extent, look);
+            effects.push(Effect::ReadMap { op: look, proc, at });
+        }
+        self.next_lease += 1;
+        space.leases.insert(self.next_lease, Lease { span, pending: Some(request) });
+    }
+
+    fn unpin(
+        &mut self,
+        request: RequestId,
+        proc: ProcId,
+        lease: LeaseId,
+        effects: &mut Vec<Effect>,
+    ) {
+        let extent_pages = u64::from(self.shared.extent_pages());
+        let Some(space) = self.spaces.get_mut(&proc) else {
+            return;
+        };
+        let Some(ended) = space.leases.remove(&lease.0) else {
+            refuse(effects, request, Refusal::NoLease);
+            return;
+        };
+        if let Some(pending) = ended.pending {
+            refuse(effects, pending, Refusal::NoLease);
+        }
+        if let Some(region) = space.region_at_mut(ended.span.start) {
+            let first = region.extent_of(ended.span.start);
+            let last = region.extent_of(crate::units::Addr(ended.span.end().0 - 1));
+            for extent in first..=last {
+                let note = region.note_mut(extent);
+                note.pins = note.pins.saturating_sub(1);
+                if note.pins == 0 {
+                    self.shared.gauges.pinned_pages -= extent_pages;
+                }
+            }
+        }
+        reply(effects, request, Reply::Done);
+    }
+
+    /// Brings in what leases wait for, and answers those that have all of it.
+    pub(super) fn advance_leases(&mut self, effects: &mut Vec<Effect>) {
+        let pending: Vec<(ProcId, u64, Span, RequestId)> = self
+            .spaces
+            .values()
+            .filter(|space| !space.is_held())
+            .flat_map(|space| {
+                let id = space.id;
+                space.leases.iter().filter_map(move |(&lease, l)| {
+                    l.pending.map(|request| (id, lease, l.span, request))
+                })
+            })
+            .collect();
+        for (proc, lease, span, request) in pending {
+            let there = self.bring_in(proc, span, true, effects);
+            let lost = self.spaces.get(&proc).and_then(|s| s.region_at(span.start)).is_some_and(
+                |region| {
+                    let first = region.extent_of(span.start);
+                    let last = region.extent_of(Addr(span.end().0 - 1));
+                    self.shared.residency(region, span).poisoned_bytes > 0
+                        || (first..=last).any(|extent| region.note(extent).hole)
+                },
+            );
+            if !there && !lost {
+                continue;
+            }
+            if let Some(entry) =
+                self.spaces.get_mut(&proc).and_then(|space| space.leases.get_mut(&lease))
+            {
+                entry.pending = None;
+            }
+            if lost {
+                let dropped = RequestId(0);
+                let mut unwanted = Vec::new();
+                self.unpin(dropped, proc, LeaseId(lease), &mut unwanted);
+                refuse(effects, request, Refusal::Lost);
+            } else {
+                reply(effects, request, Reply::Lease(LeaseId(lease)));
+            }
+        }
+    }
+
+    fn drain(&mut self, request: RequestId, proc: ProcId, effects: &mut Vec<Effect>) {
+        let gauges = &self.shared.gauges;
+        if gauges.used_pages() + gauges.parked_pages > self.shared.budget_pages {
+            refuse(effects, request, Refusal::DoesNotFit);
+            return;
+        }
+        if let Some(space) = self.spaces.get_mut(&proc) {
+            space.draining.push(request);
+        }
+    }
+
+    /// Begins discards none of whose extents is held by an operation.
+    pub(super) fn advance_discards(&mut self, effects: &mut Vec<Effect>) {
+        for _ in 0..self.discards.len() {
+            let Some(mut discard) = self.discards.pop_front() else {
+                return;
+            };
+            discard.proof = self.prove(discard.proc, discard.proof, effects);
+            if discard.proof != Proof::Given || !self.begin_discard(discard, effects) {
+                self.discards.push_back(discard);
+            }
+        }
+    }
+
+    fn begin_discard(&mut self, discard: PendingDiscard, effects: &mut Vec<Effect>) -> bool {
+        let PendingDiscard { request, proc, span, .. } = discard;
+        let Some(space) = self.spaces.get(&proc) else {
+            if let Some(request) = request {
+                refuse(effects, request, Refusal::NotAttached);
+            }
+            return true;
+        };
+        if space.is_held() && !space.gone {
+            return false;
+        }
+        let Some(index) = space.region_index(span.start) else {
+            if let Some(request) = request {
+                refuse(effects, request, Refusal::NotManaged);
+            }
+            return true;
+        };
+        let region = &space.regions[index];
+        let first = region.extent_of(span.start);
+        let last = region.extent_of(Addr(span.end().0 - 1));
+        let busy = (first..=last).any(|extent| region.note(extent).is_busy());
+        if busy || region.arming.is_some() {
+            return false;
+        }
+        if request.is_some() && !space.has_helper {
+            // Nobody can zap it: the client clears it itself.
+            if let Some(request) = request {
+                refuse(effects, request, Refusal::NotAttached);
+            }
+            return true;
+        }
+        // Until the helper has dropped them the pages take room here, whoever else has them.
+        self.part_span(proc, span);
+        let shared = &mut self.shared;
+        let Some(space) = self.spaces.get_mut(&proc) else {
+            return true;
+        };
+        let at = span.start;
+        let id =
+            shared.begin(space, Op { proc, at, kind: Kind::Discard { span, request, pages: 0 } });
+        let before = shared.gauges.resident_pages;
+        let mut rested = 0;
+        for extent in first..=last {
+            let region = &mut space.regions[index];
+            if region.is_unarmed(extent) {
+                continue;
+            }
+            Shared::<R>::lock(region, extent, id);
+            let record = shared.record(region, extent);
+            let base = region.extent_addr(extent);
+            let covered = covered(shared, base, span);
+            let Some(states) = record.states.after(covered, GIVEN_UP) else {
+                continue;
+            };
+            let limbo = record.limbo();
+            let given_up = record.states.mask(PageState::is_limbo) & covered;
+            shared.update(proc, region, extent, states, record.slot, limbo);
+            if let Some(block) = limbo
+                && states.any(PageState::is_limbo)
+                && !space.in_place
+            {
+                // They take room in limbo until the extent leaves it.
+                note_stale(shared, space, block, base, given_up.count_ones());
+            }
+            if space.in_place {
+                rested += u64::from(given_up.count_ones());
+            }
+            if let Some(block) = limbo
+                && !states.any(PageState::is_limbo)
+            {
+                leave_block(shared, space, block, base);
+                settle_block(shared, space, block);
+            }
+        }
+        let freed = before.saturating_sub(shared.gauges.resident_pages) + rested;
+        if let Some(op) = shared.ops.get_mut(id)
+            && let Kind::Discard { pages, .. } = &mut op.kind
+        {
+            *pages = freed;
+            shared.gauges.dropping_pages += freed;
+        }
+        if request.is_some() {
+            effects.push(Effect::Command { op: id, proc, command: Command::Drop(span) });
+        } else {
+            // The mapping is gone already: there is nothing to zap, and somebody else may be there.
+            self.finish_discard(id, true, effects);
+        }
+        true
+    }
+
+    pub(super) fn on_discarded(
+        &mut self,
+        id: OpId,
+        outcome: CommandOutcome,
+        effects: &mut Vec<Effect>,
+    ) {
+        let Some(Op { kind: Kind::Discard { request, .. }, .. }) = self.shared.ops.get(id) else {
+            return;
+        };
+        if let Some(request) = *request {
+            if outcome == CommandOutcome::Done {
+                reply(effects, request, Reply::Done);
+            } else {
+                refuse(effects, request, Refusal::NotAttached);
+            }
+        }
+        self.finish_discard(id, outcome == CommandOutcome::Done, effects);
+    }
+
+    fn finish_discard(&mut self, id: OpId, zapped: bool, effects: &mut Vec<Effect>) {
+        let Some(Op { proc, kind: Kind::Discard { span, pages, .. }, .. }) = self.end_plain_op(id)
+        else {
+            return;
+        };
+        let shared = &mut self.shared;
+        shared.gauges.dropping_pages -= pages;
+        let Some(space) = self.spaces.get_mut(&proc) else {
+            return;
+        };
+        let Some(index) = space.region_index(span.start) else {
+            return;
+        };
+        let region = &space.regions[index];
+        let first = region.extent_of(span.start);
+        let last = region.extent_of(Addr(span.end().0 - 1));
+        space.zapped.push((shared.ops.next(), span));
+        for extent in first..=last {
+            let region = &mut space.regions[index];
+            if region.is_unarmed(extent) {
+                continue;
+            }
+            Shared::<R>::unlock(proc, region, extent, id, effects);
+            if !zapped {
+                // What is still there takes room, and is the newest.
+                let at = region.extent_addr(extent);
+                let absent = shared.record(region, extent).states.mask(|s| s == PageState::Absent);
+                let held_pages = u64::from((absent & covered(shared, at, span)).count_ones());
+                shared.gauges.dropping_pages += held_pages;
+                let kind = Kind::Look { in_place: None, strict: false, held_pages };
+                let look = shared.begin(space, Op { proc, at, kind });
+                Shared::<R>::lock(&mut space.regions[index], extent, look);
+                effects.push(Effect::ReadMap { op: look, proc, at });
+            }
+        }
+    }
+}
+
+/// The pages of the extent at `base` that lie in `span`.
+fn covered<R: Records>(shared: &Shared<R>, base: Addr, span: Span) -> PageMask {
+    let page_bytes = shared.page_bytes();
+    (0..shared.extent_pages())
+        .filter(|&page| span.contains(base.plus(u64::from(page) * page_bytes)))
+        .fold(0, |mask, page| mask | 1 << page)
+}
