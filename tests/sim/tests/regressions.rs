@@ -1,0 +1,55 @@
+//! Seeds that once broke a promise, and what they showed. A seed repeats its run only as long as
+//! nothing draws from it in another order; the words tell what to look for when one fails again.
+
+use std::time::Duration;
+use tiermgr_sim::run;
+use tiermgr_sim::watchdog::Watchdog;
+
+const TURNS: u64 = 1500;
+const LIMIT: Duration = Duration::from_secs(120);
+
+const SEEDS: &[(u64, &str)] = &[
+    (44, "pages given up while they rest in their place took room that nobody counted"),
+    (53, "a second child became nobody's borrower when its parent ended"),
+    (106, "the frames of a grandchild were counted at a process that had ended"),
+    (185, "a page that was filled anew was still taken for the lender's"),
+    (187, "pages of a refused discard were not counted before they were looked at"),
+    (213, "a discard without a helper, as in seed 187"),
+    (260, "what a fork left shared and a write unprotected was moved in vain for ever"),
+    (271, "a child kept pages that its parent recorded as given up and zapped after the fork"),
+    (342, "a kill while a table was copied left the child a part of it"),
+    (347, "a child of a child was forked before the latter's memory was armed"),
+    (349, "zeros installed for the helper on an absent page were recorded nowhere"),
+    (365, "waiting for pages to rest out in their place kept the daemon spinning"),
+    (398, "stale pages of one extent in limbo were uncounted when another was dropped"),
+    (426, "parked pages whose helper died before the drop could never be filled or looked at"),
+    (454, "a block in place whose page the client had dropped was never left"),
+    (464, "a block all of whose pages were zeros was never left, and a fork waited for it"),
+    (524, "a shield that came late protected what the helper was about to populate"),
+    (532, "a child kept pages that its parent parked in their place after the fork"),
+    (570, "nobody told the new daemon that the parent of an unborn child had ended"),
+    (593, "a discard without a helper, as in seed 187"),
+    (783, "two kills while a table was copied made a part of it pass for the whole"),
+    (991, "stale pages in limbo were uncounted after a restart without a helper"),
+    (1024, "a fork that was told again brought its parent back to life"),
+    (1127, "a process ended while its memory was being armed for a fork: neither went on"),
+    (1211, "a child forked just before a drain was left armed and unmanaged"),
+    (1355, "a child forked just before its parent dropped a region hung in it"),
+    (1564, "a region whose drop was asked for when the daemon died"),
+    (1694, "a child of a parent without regions was never taken for born"),
+    (1744, "a process ended while its memory was being armed, as in seed 1127"),
+    (2429, "a fork that was told again forgot that the child was not armed"),
+    (3315, "marks of protection on missing pages stopped a move for ever"),
+];
+
+#[test]
+fn seeds_that_failed_once_pass() {
+    let _limit = Watchdog::new(LIMIT);
+    let failures: Vec<String> = SEEDS
+        .iter()
+        .filter_map(|&(seed, showed)| {
+            run(seed, TURNS).failure.map(|failure| format!("{showed}:\n{failure}"))
+        })
+        .collect();
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}

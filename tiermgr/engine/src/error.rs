@@ -1,0 +1,102 @@
+//! Why the engine could not do what a session or the daemon asked.
+
+use std::io;
+use std::path::PathBuf;
+use tiermgr_core::effect::Refusal;
+use tiermgr_core::units::ProcId;
+
+/// Errors of executors and their state.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum EngineError {
+    /// A file of the state directory.
+    #[error("{what} {path}")]
+    State {
+        /// What was being done, to be followed by the path.
+        what: &'static str,
+        /// The file or folder.
+        path: PathBuf,
+        /// The cause.
+        #[source]
+        source: io::Error,
+    },
+    /// A file of the state directory does not hold what we write.
+    #[error("{path} is not a state file of this version: {reason}")]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        reason: &'static str,
+    },
+    /// The kernel refused what an executor needs.
+    #[error("{what} (see `tiermgrctl doctor`)")]
+    Kernel {
+        /// What was being done.
+        what: &'static str,
+        /// The cause.
+        #[source]
+        source: io::Error,
+    },
+    /// The page size is none that the core can work with.
+    #[error("pages of {bytes} bytes are not supported")]
+    PageSize {
+        /// `sysconf(_SC_PAGESIZE)`.
+        bytes: u64,
+    },
+    /// A process of the family offered something that does not hold.
+    #[error("the process {pid} cannot be attached: {reason}")]
+    Attach {
+        /// The process.
+        pid: i32,
+        /// What is wrong.
+        reason: &'static str,
+    },
+    /// As many processes as there may be.
+    #[error("the family has the most processes that it may have")]
+    TooManyProcesses,
+    /// The process is not, or no longer, of the family.
+    #[error("process {} is not attached", .0.0)]
+    NoProcess(ProcId),
+    /// The manager refused.
+    #[error("the family cannot be drained")]
+    Refused(#[source] Refusal),
+    /// No answer in time. The request may still be carried out.
+    #[error("no answer in time")]
+    TimedOut,
+    /// The executor has ended.
+    #[error("the family has ended")]
+    Ended,
+    /// One program's regions would be larger than everything that could hold them.
+    #[error(
+        "{wanted_bytes} bytes in one program are more than DRAM and store hold together \
+         ({capacity_bytes}): give the daemon a larger store, or ask for less"
+    )]
+    BeyondCapacity {
+        /// All regions of the process, the new one included.
+        wanted_bytes: u64,
+        /// DRAM and store together.
+        capacity_bytes: u64,
+    },
+    /// The state directory's file system is nearly full.
+    #[error("{path} has no room for the records of another region")]
+    StateFull {
+        /// The state directory.
+        path: PathBuf,
+    },
+}
+
+impl EngineError {
+    /// For `map_err`: what was being done to which file.
+    pub(crate) fn state(
+        what: &'static str,
+        path: impl Into<PathBuf>,
+    ) -> impl FnOnce(io::Error) -> Self {
+        let path = path.into();
+        move |source| Self::State { what, path, source }
+    }
+
+    /// For `map_err`: what the kernel was asked for.
+    pub(crate) fn kernel(what: &'static str) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Kernel { what, source }
+    }
+}

@@ -1,0 +1,223 @@
+//! Who joins the family, and who has left it.
+//!
+//! A client's end is told by its pidfd. A child that has not shown itself has only its descriptor,
+//! which never signals: it is looked at from time to time, by an ioctl that changes nothing.
+
+use super::proc::{Prepared, Proc};
+use super::token::Token;
+use super::{LOOK_NS, LinuxHost};
+use crate::error::EngineError;
+use crate::state::procs::ProcEntry;
+use std::os::fd::{AsFd, AsRawFd};
+use tiermgr_core::event::Event;
+use tiermgr_core::units::{ProcId, Tick};
+use tiermgr_sys::pidfd;
+use tiermgr_sys::shm::eventfd_drain;
+use tiermgr_sys::uffd::{Mode, Outcome, Uffd};
+
+impl LinuxHost {
+    /// Takes a client into service.
+    pub(super) fn attach(
+        &mut self,
+        mut prepared: Prepared,
+        events: &mut Vec<Event>,
+    ) -> Result<ProcId, EngineError> {
+        let pid = prepared.new.pid;
+        let Some(arena) = prepared.new.arena.take().map(Uffd::from_fd) else {
+            return Err(EngineError::Attach { pid, reason: "it brings no userfaultfd" });
+        };
+        // From here on the descriptor guards nothing yet: an error may close it.
+        let nonce_page = prepared.new.nonce_page;
+        arena
+            .register(nonce_page.0, self.page_bytes, Mode::MISSING)
+            .map_err(EngineError::kernel("registering the nonce page of a client"))?;
+        let id = self.procs.next_id().ok_or(EngineError::TooManyProcesses)?;
+        let entry = ProcEntry {
+            proc: id,
+            arena_fd: arena.as_fd().as_raw_fd(),
+            nonce_page: nonce_page.0,
+            born: true,
+            ..ProcEntry::default()
+        };
+        self.state.messages.prepare(id)?;
+        self.procs.insert(Proc::bare(entry, self.procs.generation(id), arena));
+        self.served = true;
+        self.complete(id, prepared, events);
+        Ok(id)
+    }
+
+    /// The child has shown who it is.
+    pub(super) fn adopt_child(
+        &mut self,
+        child: ProcId,
+        prepared: Prepared,
+        events: &mut Vec<Event>,
+    ) -> Result<ProcId, EngineError> {
+        let known = self.procs.get(child).ok_or(EngineError::NoProcess(child))?;
+        if known.attached.is_some() || known.entry.gone {
+            let reason = "another process has shown itself as this child";
+            return Err(EngineError::Attach { pid: prepared.new.pid, reason });
+        }
+        self.complete(child, prepared, events);
+        Ok(child)
+    }
+
+    fn complete(&mut self, id: ProcId, prepared: Prepared, events: &mut Vec<Event>) {
+        let Some(known) = self.procs.get_mut(id) else { return };
+        known.attach(prepared);
+        self.state.procs.put(&known.entry);
+        self.tell_ready(id, events);
+    }
+
+    /// Tells the manager of a process that has shown itself, and watches for its end.
+    pub(super) fn tell_ready(&mut self, id: ProcId, events: &mut Vec<Event>) {
+        let Some(known) = self.procs.get(id) else { return };
+        let Some(attached) = &known.attached else { return };
+        let generation = known.generation;
+        if let Some(process) = &attached.pidfd {
+            self.io.poll(process.as_fd(), Token::Exit(id, generation));
+        }
+        if let Some(helper) = &attached.helper_pidfd {
+            self.io.poll(helper.as_fd(), Token::HelperExit(id, generation));
+        }
+        self.io.submit();
+        events.push(Event::ProcReady { proc: id, limbo: attached.limbo });
+    }
+
+    /// Notes which children have got their parent's table. To be called between turns: within one, a
+    /// table is copied as a whole.
+    pub(super) fn note_births(&mut self) {
+        self.unborn.retain(|&id| {
+            let Some(known) = self.procs.get_mut(id) else { return false };
+            if self.state.regions.count_of(id) == 0 {
+                return true;
+            }
+            known.entry.born = true;
+            self.state.procs.put(&known.entry);
+            false
+        });
+    }
+
+    /// Puts a nonce into the nonce page of each child that has not shown itself, and says which.
+    pub(super) fn put_nonces(&mut self, seed: u128) -> Vec<(ProcId, u128)> {
+        let mut page = vec![0; usize::try_from(self.page_bytes).unwrap_or(4096)];
+        let mut placed = Vec::new();
+        for (at, known) in (0..).zip(self.procs.iter()) {
+            if known.attached.is_some() || known.entry.gone {
+                continue;
+            }
+            let nonce = seed.wrapping_add(at);
+            if let Some(place) = page.get_mut(..16) {
+                place.copy_from_slice(&nonce.to_ne_bytes());
+            }
+            if known.arena.copy(known.nonce_page.0, &page, false, true).outcome == Outcome::Done {
+                placed.push((known.id, nonce));
+            }
+        }
+        placed
+    }
+
+    /// Forgets a process: nothing of it needs us any more.
+    pub(super) fn release(&mut self, id: ProcId) {
+        let Some(proc) = self.procs.remove(id) else { return };
+        // The entry goes first: it must never name descriptors that are somebody else's by then.
+        self.state.procs.remove(id);
+        self.state.messages.retire(id, proc.batch);
+        let generation = proc.generation;
+        if proc.arena_polled {
+            self.io.poll_cancel(Token::Arena(id, generation));
+        }
+        if let Some(attached) = &proc.attached {
+            if attached.ring_polled {
+                self.io.poll_cancel(Token::Ring(id, generation));
+            }
+            if attached.pidfd.is_some() && !attached.exited {
+                self.io.poll_cancel(Token::Exit(id, generation));
+            }
+            if attached.helper_alive {
+                self.io.poll_cancel(Token::HelperExit(id, generation));
+            }
+        }
+        self.io.submit();
+        self.pending.retain(|_, pending| pending.proc != id);
+        proc.close();
+    }
+
+    /// Forgets all processes of which no byte is anywhere but in its place.
+    pub(super) fn release_all(&mut self) {
+        for id in self.procs.live().to_vec() {
+            if self.state.regions.holds_bytes_of(id) {
+                tracing::error!(
+                    proc = id.0,
+                    "a drained process has bytes in the store; keeping it"
+                );
+            } else {
+                self.release(id);
+            }
+        }
+    }
+
+    /// Tells the manager, once, that a process has ended.
+    pub(super) fn tell_gone(&mut self, id: ProcId, events: &mut Vec<Event>) {
+        let Some(known) = self.procs.get_mut(id) else { return };
+        if !known.entry.gone {
+            known.entry.gone = true;
+            self.state.procs.put(&known.entry);
+            events.push(Event::ProcGone { proc: id });
+        }
+    }
+
+    /// Whether there is a process that can end without a word.
+    pub(super) fn needs_looks(&self) -> bool {
+        self.procs.iter().any(is_to_be_looked_at)
+    }
+
+    /// Looks whether those live that cannot tell us that they end.
+    pub(super) fn look_at_lives(&mut self, now: Tick, events: &mut Vec<Event>) {
+        self.next_look = now.after_ns(LOOK_NS);
+        let mut at = 0;
+        while let Some(&id) = self.procs.live().get(at) {
+            at += 1;
+            let ended = self.procs.get(id).is_some_and(|known| {
+                is_to_be_looked_at(known)
+                    && (self.look(known) == Outcome::NoProcess || has_new_image(known))
+            });
+            if ended {
+                self.tell_gone(id, events);
+            }
+        }
+    }
+
+    /// The helper answered while we slept.
+    pub(super) fn ring_signalled(known: &mut Proc) {
+        if let Some(attached) = &mut known.attached {
+            attached.ring_polled = false;
+            // Empty where an earlier drain took several signals at once.
+            drop(eventfd_drain(attached.ring.eventfd()));
+        }
+    }
+
+    /// Says to the helpers that have work whether we want to be woken.
+    pub(super) fn set_rings_sleeping(&mut self, sleeping: bool) {
+        for at in 0..self.procs.live().len() {
+            if let Some(attached) = self.procs.live_at(at).and_then(|known| known.attached.as_ref())
+                && !attached.running.is_empty()
+            {
+                attached.ring.set_sleeping(sleeping);
+            }
+        }
+    }
+}
+
+fn is_to_be_looked_at(known: &Proc) -> bool {
+    !known.entry.gone && (known.attached.is_none() || known.disconnected)
+}
+
+/// Whether the process has become another program: its helper, left behind in the old memory, no
+/// longer shares its address space.
+fn has_new_image(known: &Proc) -> bool {
+    let Some(attached) = &known.attached else { return false };
+    !attached.exited
+        && attached.helper_alive
+        && matches!(pidfd::same_memory(known.entry.pid, attached.helper_pid), Ok(false))
+}

@@ -1,0 +1,213 @@
+//! One process as the host sees it.
+//!
+//! Userfaultfds are closed in one place only, [`Proc::close`]: closing the last copy of one turns the
+//! program's parked pages into zeros, losing a number costs a number. So everywhere else they leak.
+
+use super::headroom::Headroom;
+use super::token::Generation;
+use crate::error::EngineError;
+use crate::executor::NewProcess;
+use crate::state::procs::{NO_FD, ProcEntry};
+use std::collections::VecDeque;
+use std::fs::File;
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use tiermgr_core::units::{Addr, OpId, ProcId, Span};
+use tiermgr_sys::cgroup::MemoryGauge;
+use tiermgr_sys::memory::Pagemap;
+use tiermgr_sys::pidfd;
+use tiermgr_sys::ring::{Command, RingOwner, RingTicket};
+use tiermgr_sys::uffd::Uffd;
+
+/// A process that showed itself, with everything opened and checked that takes a path.
+#[derive(Debug)]
+pub struct Prepared {
+    pub(super) new: NewProcess,
+    pub(super) pagemap: Pagemap,
+    /// The address space itself, whoever has its numbers by now.
+    pub(super) memory: File,
+    pub(super) helper_pidfd: OwnedFd,
+    pub(super) gauge: Option<MemoryGauge>,
+    pub(super) start_time: u64,
+    pub(super) helper_start_time: u64,
+}
+
+impl Prepared {
+    /// Opens what serving the process takes, and checks that the helper really lives in its address
+    /// space: what is read from the helper must never be somebody else's.
+    ///
+    /// # Errors
+    /// [`EngineError::Attach`] where it does not, [`EngineError::Kernel`] where the kernel refuses.
+    pub fn open(new: NewProcess) -> Result<Self, EngineError> {
+        let pid = new.pid;
+        let refuse = |reason| EngineError::Attach { pid, reason };
+        if new.pid <= 0 || new.helper_pid <= 0 || new.pid == new.helper_pid {
+            return Err(refuse("the process or its helper has no number here"));
+        }
+        let helper_pidfd =
+            pidfd::open(new.helper_pid).map_err(EngineError::kernel("opening the helper"))?;
+        let pagemap = Pagemap::open(new.helper_pid)
+            .map_err(EngineError::kernel("opening the page table of a client"))?;
+        let memory = File::open(format!("/proc/{}/mem", new.helper_pid))
+            .map_err(EngineError::kernel("opening the memory of a client"))?;
+        let gauge = MemoryGauge::open(new.pid)
+            .inspect_err(|error| {
+                tracing::warn!(%error, pid, "the memory cgroup of a client cannot be watched");
+            })
+            .ok();
+        // Last: had the numbers been reused while we opened, the processes would differ now.
+        if !pidfd::same_memory(new.pid, new.helper_pid)
+            .map_err(EngineError::kernel("comparing a client with its helper"))?
+        {
+            return Err(refuse("the helper does not live in the memory of the process"));
+        }
+        let start =
+            |pid| pidfd::start_time(pid).map_err(EngineError::kernel("looking at a client"));
+        let (start_time, helper_start_time) = (start(new.pid)?, start(new.helper_pid)?);
+        Ok(Self { new, pagemap, memory, helper_pidfd, gauge, start_time, helper_start_time })
+    }
+
+    /// The process.
+    #[must_use]
+    pub const fn process(&self) -> &NewProcess {
+        &self.new
+    }
+
+    /// The process, to drive its helper before it is handed over.
+    pub const fn process_mut(&mut self) -> &mut NewProcess {
+        &mut self.new
+    }
+}
+
+/// What only a process has that showed itself.
+#[derive(Debug)]
+pub(super) struct Attached {
+    /// `None` where the process was gone before a restart.
+    pub(super) pidfd: Option<OwnedFd>,
+    pub(super) exited: bool,
+    pub(super) helper_pid: i32,
+    /// `None` where the helper was gone before a restart.
+    pub(super) helper_pidfd: Option<OwnedFd>,
+    pub(super) helper_alive: bool,
+    pub(super) limbo_fd: ManuallyDrop<Uffd>,
+    pub(super) limbo: Span,
+    pub(super) ring: RingOwner,
+    pub(super) ring_polled: bool,
+    /// Ordered, and not in the ring yet.
+    pub(super) queue: VecDeque<(OpId, Command)>,
+    /// In the ring, oldest first.
+    pub(super) running: VecDeque<(RingTicket, OpId, u64)>,
+    pub(super) pagemap: Pagemap,
+    pub(super) memory: File,
+    pub(super) headroom: Headroom,
+}
+
+impl Attached {
+    /// Ends the helper at once. Its commands are answered when its pidfd says that it is dead.
+    pub(super) fn kill_helper(&self) {
+        if let Some(helper) = &self.helper_pidfd
+            && let Err(error) = pidfd::send_signal(helper.as_fd(), libc::SIGKILL)
+        {
+            tracing::error!(%error, helper = self.helper_pid, "ending a helper");
+        }
+    }
+}
+
+/// One process of the family.
+#[derive(Debug)]
+pub(super) struct Proc {
+    pub(super) id: ProcId,
+    pub(super) generation: Generation,
+    pub(super) entry: ProcEntry,
+    pub(super) arena: ManuallyDrop<Uffd>,
+    pub(super) attached: Option<Attached>,
+    pub(super) nonce_page: Addr,
+    /// Messages that were read and not retired.
+    pub(super) batch: usize,
+    /// A poll of the arenas is under way.
+    pub(super) arena_polled: bool,
+    /// A poll said that there are messages.
+    pub(super) readable: bool,
+    /// The connection has ended: whether the program still runs is to be looked at.
+    pub(super) disconnected: bool,
+    /// Poisoning that a layout change delayed.
+    pub(super) to_poison: Vec<Span>,
+}
+
+impl Proc {
+    /// A process with its userfaultfd and nothing else: a forked child.
+    pub(super) fn child(id: ProcId, generation: Generation, parent: &Self, arena: Uffd) -> Self {
+        let entry = ProcEntry {
+            proc: id,
+            parent: parent.id,
+            arena_fd: arena.as_fd().as_raw_fd(),
+            limbo_fd: NO_FD,
+            ring_fd: NO_FD,
+            ring_event_fd: NO_FD,
+            nonce_page: parent.nonce_page.0,
+            ..ProcEntry::default()
+        };
+        Self::bare(entry, generation, arena)
+    }
+
+    /// A process that its entry describes, not attached.
+    pub(super) fn bare(entry: ProcEntry, generation: Generation, arena: Uffd) -> Self {
+        Self {
+            id: entry.proc,
+            generation,
+            entry,
+            arena: ManuallyDrop::new(arena),
+            attached: None,
+            nonce_page: Addr(entry.nonce_page),
+            batch: 0,
+            arena_polled: false,
+            readable: true,
+            disconnected: false,
+            to_poison: Vec::new(),
+        }
+    }
+
+    /// Adds what the process showed. Its arenas, if it brought any, have been taken out before.
+    pub(super) fn attach(&mut self, prepared: Prepared) {
+        let Prepared { new, pagemap, memory, helper_pidfd, gauge, start_time, helper_start_time } =
+            prepared;
+        self.entry = ProcEntry {
+            pid: new.pid,
+            start_time,
+            helper_pid: new.helper_pid,
+            helper_start_time,
+            limbo_fd: new.limbo_fd.as_raw_fd(),
+            ring_fd: new.ring.memfd().as_raw_fd(),
+            ring_event_fd: new.ring.eventfd().as_raw_fd(),
+            nonce_page: new.nonce_page.0,
+            limbo: new.limbo,
+            ..self.entry
+        };
+        self.nonce_page = new.nonce_page;
+        self.attached = Some(Attached {
+            pidfd: Some(new.pidfd),
+            exited: false,
+            helper_pid: new.helper_pid,
+            helper_pidfd: Some(helper_pidfd),
+            helper_alive: true,
+            limbo_fd: ManuallyDrop::new(Uffd::from_fd(new.limbo_fd)),
+            limbo: new.limbo,
+            ring: new.ring,
+            ring_polled: false,
+            queue: VecDeque::new(),
+            running: VecDeque::new(),
+            pagemap,
+            memory,
+            headroom: Headroom::new(gauge),
+        });
+    }
+
+    /// Closes everything: nothing of the process needs us any more.
+    pub(super) fn close(self) {
+        drop(ManuallyDrop::into_inner(self.arena));
+        if let Some(attached) = self.attached {
+            attached.ring.stop();
+            drop(ManuallyDrop::into_inner(attached.limbo_fd));
+        }
+    }
+}

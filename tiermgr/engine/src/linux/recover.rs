@@ -1,0 +1,213 @@
+//! Takes up what an earlier daemon left.
+//!
+//! Userfaultfds lie open under the numbers that the state files name; processes and helpers are known
+//! by number and start time; rings are fetched from the helpers. No command of the earlier daemon may
+//! run once the records are compared with the kernel: each helper acknowledges a new epoch first, or
+//! is ended.
+
+use super::headroom::Headroom;
+use super::proc::{Attached, Proc};
+use super::{HostConfig, LinuxHost};
+use crate::error::EngineError;
+use crate::state::procs::ProcEntry;
+use crate::state::{FamilyState, Recovered};
+use std::collections::{BTreeSet, VecDeque};
+use std::fs::File;
+use std::io;
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsFd, OwnedFd, RawFd};
+use std::thread;
+use std::time::{Duration, Instant};
+use tiermgr_core::event::Event;
+use tiermgr_core::units::{ProcId, Span};
+use tiermgr_sys::cgroup::MemoryGauge;
+use tiermgr_sys::helper::{FD_ARENA, FD_EVENT, FD_LIMBO, FD_RING};
+use tiermgr_sys::keeper::list_uffds;
+use tiermgr_sys::memory::Pagemap;
+use tiermgr_sys::pidfd;
+use tiermgr_sys::ring::RingOwner;
+use tiermgr_sys::uffd::Uffd;
+
+/// A helper answers within a timer tick of its own, unless somebody has stopped it.
+const EPOCH_TIMEOUT: Duration = Duration::from_secs(1);
+const PAUSE: Duration = Duration::from_micros(200);
+
+impl LinuxHost {
+    /// A host that goes on where an earlier one was killed. Blocks until no command of the earlier
+    /// one can run any more, up to a second or two where a helper has been stopped.
+    ///
+    /// # Errors
+    /// [`EngineError::Kernel`] where io_uring or memory cannot be had. No userfaultfd is closed then.
+    pub fn recover(
+        config: HostConfig,
+        state: FamilyState,
+        found: &Recovered,
+    ) -> Result<Self, EngineError> {
+        let open: BTreeSet<RawFd> = list_uffds()
+            .map_err(EngineError::kernel("looking for userfaultfds"))?
+            .into_iter()
+            .collect();
+        let mut host = Self::new(config, state)?;
+        host.served = true;
+        let mut lost = Vec::new();
+        for entry in &found.procs {
+            let attached = reattach(entry, &open);
+            let arena = take_fd(entry.arena_fd, &open).or_else(|| {
+                // The helper holds a duplicate that no accident of ours can close.
+                let helper = attached.as_ref()?.helper_pidfd.as_ref()?;
+                pidfd::getfd(helper.as_fd(), FD_ARENA).ok().map(Uffd::from_fd)
+            });
+            let Some(arena) = arena else {
+                tracing::error!(
+                    pid = entry.pid,
+                    proc = entry.proc.0,
+                    "the userfaultfd of a process is gone: it waits for ever where it touches what \
+                     was parked"
+                );
+                lost.push(entry.proc);
+                continue;
+            };
+            let mut proc = Proc::bare(*entry, host.procs.generation(entry.proc), arena);
+            proc.attached = attached;
+            host.procs.insert(proc);
+            host.state.messages.lock(entry.proc)?;
+        }
+        host.settle_epochs();
+        host.announce(found, &lost);
+        Ok(host)
+    }
+
+    /// Waits until no helper runs a command of an earlier daemon.
+    fn settle_epochs(&mut self) {
+        let begun = Instant::now();
+        for at in 0..self.procs.live().len() {
+            let attached = self.procs.live_at(at).and_then(|known| known.attached.as_mut());
+            let Some(attached) = attached.filter(|attached| attached.helper_alive) else {
+                continue;
+            };
+            while !attached.ring.epoch_acknowledged() && begun.elapsed() < EPOCH_TIMEOUT {
+                thread::sleep(PAUSE);
+            }
+            if !attached.ring.epoch_acknowledged() {
+                tracing::warn!(
+                    helper = attached.helper_pid,
+                    "a helper does not answer; ending it: memory of its program moves no more"
+                );
+                attached.kill_helper();
+                if let Some(helper) = &attached.helper_pidfd
+                    && !matches!(pidfd::wait(helper.as_fd(), EPOCH_TIMEOUT), Ok(true))
+                {
+                    tracing::error!(helper = attached.helper_pid, "a helper does not end");
+                }
+                attached.helper_alive = false;
+            }
+        }
+    }
+
+    /// Prepares what the manager is told first.
+    fn announce(&mut self, found: &Recovered, lost: &[ProcId]) {
+        let mut events = Vec::new();
+        let mut unborn: Vec<&ProcEntry> = found.procs.iter().filter(|entry| !entry.born).collect();
+        // A child of an unborn child comes after it.
+        while let Some(at) =
+            unborn.iter().position(|entry| !unborn.iter().any(|other| other.proc == entry.parent))
+        {
+            let entry = unborn.remove(at);
+            events.push(Event::Forked { parent: entry.parent, child: entry.proc });
+            self.unborn.push(entry.proc);
+        }
+        for entry in &found.procs {
+            let proc = entry.proc;
+            let is_attached = self.procs.get(proc).is_some_and(|known| known.attached.is_some());
+            if is_attached {
+                self.tell_ready(proc, &mut events);
+            } else if entry.born {
+                events.push(Event::ProcReady { proc, limbo: Span::default() });
+            }
+            let exited = self.procs.get(proc).is_some_and(|known| {
+                known.attached.as_ref().is_some_and(|attached| attached.exited)
+            });
+            // A process that showed itself and is nowhere now has ended.
+            let vanished = entry.pid > 0 && !is_attached;
+            if entry.gone || exited || vanished || lost.contains(&proc) {
+                if let Some(known) = self.procs.get_mut(proc) {
+                    known.entry.gone = true;
+                    self.state.procs.put(&known.entry);
+                }
+                events.push(Event::ProcGone { proc });
+            }
+        }
+        self.to_replay = self.procs.live().to_vec();
+        self.outcomes = events;
+    }
+}
+
+/// What is left of a process that had shown itself; `None` where neither it nor its helper lives.
+fn reattach(entry: &ProcEntry, open: &BTreeSet<RawFd>) -> Option<Attached> {
+    if entry.pid <= 0 {
+        return None;
+    }
+    let process = alive(entry.pid, entry.start_time);
+    let helper = alive(entry.helper_pid, entry.helper_start_time);
+    let living = if helper.is_some() { entry.helper_pid } else { entry.pid };
+    if process.is_none() && helper.is_none() {
+        return None;
+    }
+    let ring = helper.as_ref().and_then(|helper| fetch_ring(helper).ok());
+    let is_program = process.is_some()
+        && (helper.is_none()
+            || matches!(pidfd::same_memory(entry.pid, entry.helper_pid), Ok(true)));
+    let limbo_fd = take_fd(entry.limbo_fd, open).or_else(|| {
+        let helper = helper.as_ref()?;
+        pidfd::getfd(helper.as_fd(), FD_LIMBO).ok().map(Uffd::from_fd)
+    })?;
+    let helper_alive = ring.is_some();
+    Some(Attached {
+        pidfd: process.filter(|_| is_program),
+        exited: !is_program,
+        helper_pid: entry.helper_pid,
+        helper_pidfd: helper,
+        helper_alive,
+        limbo_fd: ManuallyDrop::new(limbo_fd),
+        limbo: entry.limbo,
+        // Without a helper nobody listens at the other end.
+        ring: ring.or_else(|| RingOwner::create().ok())?,
+        ring_polled: false,
+        queue: VecDeque::new(),
+        running: VecDeque::new(),
+        pagemap: Pagemap::open(living).ok()?,
+        memory: File::open(format!("/proc/{living}/mem")).ok()?,
+        headroom: Headroom::new(MemoryGauge::open(living).ok()),
+    })
+}
+
+/// The process of that number, if it is still the one that started then.
+fn alive(pid: i32, start_time: u64) -> Option<OwnedFd> {
+    if pid <= 0 {
+        return None;
+    }
+    let process = pidfd::open(pid).ok()?;
+    let ended = !matches!(pidfd::wait(process.as_fd(), Duration::ZERO), Ok(false));
+    (!ended && pidfd::start_time(pid).is_ok_and(|found| found == start_time)).then_some(process)
+}
+
+/// The ring of a helper, in a new epoch.
+fn fetch_ring(helper: &OwnedFd) -> io::Result<RingOwner> {
+    let memfd = pidfd::getfd(helper.as_fd(), FD_RING)?;
+    let event = pidfd::getfd(helper.as_fd(), FD_EVENT)?;
+    let mut ring = RingOwner::open(memfd, event)?;
+    ring.new_epoch();
+    Ok(ring)
+}
+
+/// Takes up a userfaultfd that an earlier daemon left open.
+#[expect(unsafe_code, reason = "the descriptor is known by the number in a state file")]
+fn take_fd(fd: RawFd, open: &BTreeSet<RawFd>) -> Option<Uffd> {
+    if !open.contains(&fd) {
+        return None;
+    }
+    // SAFETY: the number is in a state file that only we write, and is open as a userfaultfd. The
+    // daemon that owned it is dead, each number is in one entry only, and an entry is removed before its
+    // descriptor is closed: nobody else in this table owns it.
+    unsafe { Uffd::adopt(fd) }.ok()
+}

@@ -1,0 +1,93 @@
+//! What other threads ask of an executor.
+
+use crate::error::EngineError;
+use crate::linux::Prepared;
+use crate::wake::Wake;
+use std::collections::VecDeque;
+use std::sync::mpsc::SyncSender;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tiermgr_core::effect::Reply;
+use tiermgr_core::event::Request;
+use tiermgr_core::units::{ProcId, RequestId};
+use tiermgr_wire::control::FamilyStats;
+
+/// One letter. Answers go through channels with room for them, so that the executor never waits.
+#[derive(Debug)]
+pub(crate) enum Mail {
+    /// Serve a new client.
+    Attach { new: Box<Prepared>, answer: SyncSender<Result<ProcId, EngineError>> },
+    /// Put a nonce into each child that has not shown itself.
+    Prove { seed: u128, answer: SyncSender<Vec<(ProcId, u128)>> },
+    /// This is who that child is.
+    Adopt { child: ProcId, new: Box<Prepared>, answer: SyncSender<Result<ProcId, EngineError>> },
+    /// A client's request.
+    Ask { request: RequestId, proc: ProcId, what: Request, answer: SyncSender<Reply> },
+    /// The process' connection has ended.
+    Gone { proc: ProcId },
+    /// Counters, please.
+    Stats { answer: SyncSender<FamilyStats> },
+    /// Say in the log what is being waited for: somebody has waited too long.
+    Explain,
+    /// End the thread. With `release`, the processes have been drained and nothing is to be kept for
+    /// them; without, everything stays as it is.
+    Stop { release: bool },
+}
+
+/// Sends an answer to whoever waits for it, if somebody still does.
+pub(crate) fn answer<T>(to: &SyncSender<T>, what: T) {
+    if to.try_send(what).is_err() {
+        tracing::debug!("nobody waits for the answer any more");
+    }
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    letters: VecDeque<Mail>,
+    closed: bool,
+}
+
+/// Letters to one executor.
+#[derive(Debug)]
+pub struct Mailbox {
+    queue: Mutex<Queue>,
+    wake: Arc<Wake>,
+}
+
+impl Mailbox {
+    pub(crate) fn new(wake: Arc<Wake>) -> Self {
+        Self { queue: Mutex::default(), wake }
+    }
+
+    /// Leaves a letter. `false`: the executor has ended and will not read it.
+    pub(crate) fn post(&self, mail: Mail) -> bool {
+        let mut queue = self.lock();
+        if queue.closed {
+            return false;
+        }
+        queue.letters.push_back(mail);
+        drop(queue);
+        self.wake.wake();
+        true
+    }
+
+    /// The next letter.
+    pub(crate) fn next(&self) -> Option<Mail> {
+        self.lock().letters.pop_front()
+    }
+
+    /// Takes no more letters. Those that were not read are dropped, and with them their senders'
+    /// hope of an answer.
+    pub(crate) fn close(&self) {
+        let mut queue = self.lock();
+        queue.closed = true;
+        queue.letters.clear();
+    }
+
+    pub(crate) fn wake(&self) -> &Arc<Wake> {
+        &self.wake
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,448 @@
+//! DRAM, shared out among families.
+//!
+//! Everything is counted in bytes. A family holds a *grant*; what it uses lies inside the grant, or
+//! above it for a moment while it shrinks. `used + reserved + free == total`, always, where `used` is
+//! the used part of all grants and `reserved` the rest of them.
+//!
+//! **Problem.** Families come, want more, and go; none may take what another holds, and none may keep
+//! more than its fair share while another goes without.
+//! **Approach.** Grow from what is free. With nothing free, compute the weighted max-min fair shares;
+//! whoever holds more than its share is told a smaller *budget*, and its grant follows as its use goes
+//! down. Only then do the others grow.
+//! **Not here.** What a family gives up first (`core`), and limits of a family's own.
+
+use crate::wake::Wake;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tiermgr_core::units::EXTENT_BYTES;
+use tiermgr_wire::hello::Class;
+
+/// The number of a family; unique for the life of the daemon.
+pub type FamilyId = u64;
+
+/// What a family keeps above its use while others go without.
+const SLACK_BYTES: u64 = 32 << 20;
+
+/// How much a class weighs against another when room is short.
+const fn weight(class: Class) -> u64 {
+    match class {
+        Class::Latency => 4,
+        Class::Standard => 2,
+        Class::Bulk => 1,
+    }
+}
+
+/// What one executor sees of the ledger without a lock.
+#[derive(Debug)]
+pub struct Share {
+    family: FamilyId,
+    /// What the family may use from now on.
+    budget: AtomicU64,
+    /// What it said that it uses.
+    used: AtomicU64,
+    /// 0, or 1 while the grant is above the budget.
+    shrinking: AtomicU64,
+    wake: Arc<Wake>,
+}
+
+impl Share {
+    /// Bytes that the family may use from now on.
+    #[must_use]
+    pub fn budget(&self) -> u64 {
+        self.budget.load(Ordering::Acquire)
+    }
+
+    fn tell(&self, budget: u64, granted: u64) {
+        self.shrinking.store(u64::from(budget < granted), Ordering::Release);
+        if self.budget.swap(budget, Ordering::AcqRel) != budget {
+            self.wake.wake();
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Family {
+    weight: u64,
+    granted: u64,
+    /// What would be of use to it, at least what it holds.
+    wish: u64,
+    /// What its grant is to come down to.
+    target: Option<u64>,
+    share: Arc<Share>,
+}
+
+impl Family {
+    fn tell(&self) {
+        self.share.tell(self.target.unwrap_or(self.granted), self.granted);
+    }
+
+    fn used(&self) -> u64 {
+        self.share.used.load(Ordering::Acquire)
+    }
+
+    /// What it is to be counted as needing: what it asked for, or, where it asks for nothing more,
+    /// what it uses and a little on top.
+    fn demand(&self) -> u64 {
+        if self.wish > self.granted {
+            return self.wish;
+        }
+        let used = self.used();
+        used.saturating_add((used / 4).max(SLACK_BYTES)).min(self.granted)
+    }
+}
+
+/// How a tier's bytes are divided. `used + reserved + free == total`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RoomUse {
+    /// Granted and in use.
+    pub used: u64,
+    /// Granted and not in use.
+    pub reserved: u64,
+    /// Not granted.
+    pub free: u64,
+    /// All of it.
+    pub total: u64,
+}
+
+/// The DRAM ledger. Every call takes one lock for a few dozen instructions; no call blocks otherwise.
+#[derive(Debug)]
+pub struct Room {
+    total: u64,
+    families: Mutex<BTreeMap<FamilyId, Family>>,
+}
+
+impl Room {
+    /// A ledger over `total` bytes.
+    #[must_use]
+    pub fn new(total: u64) -> Self {
+        Self { total, families: Mutex::new(BTreeMap::new()) }
+    }
+
+    /// Enters `family` with a grant of at most `wish`, and of less where less is free. `wake` is used
+    /// whenever the budget changes otherwise than by the family's own [`Room::want`]. A family that
+    /// is here already keeps its grant and gets its share again.
+    pub fn join(&self, family: FamilyId, class: Class, wish: u64, wake: Arc<Wake>) -> Arc<Share> {
+        let mut families = self.lock();
+        if let Some(known) = families.get(&family) {
+            return Arc::clone(&known.share);
+        }
+        let granted = wish.min(free(self.total, &families));
+        let share = Arc::new(Share {
+            family,
+            budget: AtomicU64::new(granted),
+            used: AtomicU64::new(0),
+            shrinking: AtomicU64::new(0),
+            wake,
+        });
+        families.insert(
+            family,
+            Family {
+                weight: weight(class),
+                granted,
+                wish,
+                target: None,
+                share: Arc::clone(&share),
+            },
+        );
+        self.rebalance(&mut families);
+        share
+    }
+
+    /// Says that a budget of `wish` bytes in all would be of use. Raises the grant from what is free;
+    /// where that is not enough, asks those above their fair share to shrink, and grows in time.
+    pub fn want(&self, share: &Share, wish: u64) {
+        let mut families = self.lock();
+        let available = free(self.total, &families);
+        let Some(family) = families.get_mut(&share.family) else { return };
+        // More than there is cannot be of use, and would only distort the shares of the others.
+        let wish = wish.min(self.total);
+        family.wish = wish.max(family.granted);
+        if family.target.is_none() {
+            family.granted += available.min(wish.saturating_sub(family.granted));
+            family.tell();
+        }
+        self.rebalance(&mut families);
+    }
+
+    /// Says what the family uses now, after it has obeyed the last budget that it saw. Takes the lock
+    /// only while the family shrinks.
+    pub fn report(&self, share: &Share, used: u64) {
+        share.used.store(used, Ordering::Release);
+        if share.shrinking.load(Ordering::Acquire) != 0 {
+            self.settle_shrink(share.family);
+        }
+    }
+
+    /// Takes `family` out; all that it held is free.
+    pub fn leave(&self, share: &Share) {
+        let mut families = self.lock();
+        families.remove(&share.family);
+        self.rebalance(&mut families);
+    }
+
+    /// How the bytes are divided now.
+    #[must_use]
+    pub fn usage(&self) -> RoomUse {
+        let families = self.lock();
+        let free = free(self.total, &families);
+        let used: u64 = families.values().map(|family| family.used().min(family.granted)).sum();
+        RoomUse { used, reserved: self.total - free - used, free, total: self.total }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<FamilyId, Family>> {
+        // The ledger is consistent between any two statements that can panic: there are none.
+        self.families.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn settle_shrink(&self, family: FamilyId) {
+        let mut families = self.lock();
+        let Some(known) = families.get_mut(&family) else { return };
+        let Some(target) = known.target else { return };
+        let kept = known.used().max(target).min(known.granted);
+        if kept == known.granted {
+            return;
+        }
+        known.granted = kept;
+        if kept == target {
+            known.target = None;
+            // It may ask again; until then it is not counted as one that goes without.
+            known.wish = kept;
+        }
+        known.tell();
+        self.rebalance(&mut families);
+    }
+
+    /// Gives out what is free to those that wish more, smallest share first, and says to those above
+    /// their fair share how far they are to shrink.
+    fn rebalance(&self, families: &mut BTreeMap<FamilyId, Family>) {
+        let fair = fair_shares(self.total, families);
+        let mut available = free(self.total, families);
+        let mut poorest_first: Vec<FamilyId> = families
+            .iter()
+            .filter(|(_, family)| family.target.is_none() && family.granted < family.wish)
+            .map(|(&id, _)| id)
+            .collect();
+        poorest_first.sort_by_key(|id| families.get(id).map_or(0, |f| f.granted / f.weight));
+        // Up to the fair share first, then whatever remains.
+        for limit_to_fair in [true, false] {
+            for id in &poorest_first {
+                let Some(family) = families.get_mut(id) else { continue };
+                let limit = if limit_to_fair {
+                    family.wish.min(fair.get(id).copied().unwrap_or(0))
+                } else {
+                    family.wish
+                };
+                let more = limit.saturating_sub(family.granted).min(available);
+                if more > 0 {
+                    family.granted += more;
+                    available -= more;
+                    family.tell();
+                }
+            }
+        }
+        let somebody_waits = families.iter().any(|(id, family)| {
+            let fair = fair.get(id).copied().unwrap_or(0);
+            family.granted < family.wish.min(fair)
+        });
+        for (id, family) in families.iter_mut() {
+            let fair = fair.get(id).copied().unwrap_or(0);
+            let target = (somebody_waits && family.granted > fair).then_some(fair);
+            if family.target != target {
+                family.target = target;
+                family.tell();
+            }
+        }
+    }
+}
+
+fn free(total: u64, families: &BTreeMap<FamilyId, Family>) -> u64 {
+    let granted: u64 = families.values().map(|family| family.granted).sum();
+    debug_assert!(granted <= total);
+    total.saturating_sub(granted)
+}
+
+/// Weighted max-min fair shares, in whole extents: nobody gets more than it wishes, and what one does
+/// not wish is shared among the rest.
+fn fair_shares(total: u64, families: &BTreeMap<FamilyId, Family>) -> BTreeMap<FamilyId, u64> {
+    let mut shares = BTreeMap::new();
+    let mut rest = total;
+    let mut open: Vec<(FamilyId, u64, u64)> =
+        families.iter().map(|(&id, family)| (id, family.demand(), family.weight)).collect();
+    while !open.is_empty() {
+        let weights: u64 = open.iter().map(|&(_, _, weight)| weight).sum();
+        let part = rest / weights;
+        let before = open.len();
+        let mut taken = 0;
+        open.retain(|&(id, wish, weight)| {
+            let satisfied = wish <= part.saturating_mul(weight);
+            if satisfied {
+                shares.insert(id, wish);
+                taken += wish;
+            }
+            !satisfied
+        });
+        rest -= taken;
+        if open.len() == before {
+            for &(id, _, weight) in &open {
+                let share = part.saturating_mul(weight);
+                shares.insert(id, share - share % EXTENT_BYTES);
+            }
+            break;
+        }
+    }
+    shares
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::Random;
+
+    const MIB: u64 = 1 << 20;
+
+    fn check(room: &Room) -> RoomUse {
+        let usage = room.usage();
+        assert_eq!(usage.used + usage.reserved + usage.free, usage.total);
+        usage
+    }
+
+    fn join(room: &Room, family: FamilyId, class: Class, wish: u64) -> Arc<Share> {
+        room.join(family, class, wish, Arc::new(Wake::silent()))
+    }
+
+    #[test]
+    fn the_last_free_byte_is_granted_and_no_more() {
+        let room = Room::new(10 * MIB);
+        let a = join(&room, 1, Class::Standard, 4 * MIB);
+        assert_eq!(a.budget(), 4 * MIB);
+        room.want(&a, 10 * MIB);
+        assert_eq!(a.budget(), 10 * MIB);
+        room.want(&a, 11 * MIB);
+        assert_eq!(a.budget(), 10 * MIB);
+        assert_eq!(check(&room).free, 0);
+    }
+
+    #[test]
+    fn one_above_its_share_shrinks_before_another_grows() {
+        let room = Room::new(100 * MIB);
+        let a = join(&room, 1, Class::Standard, 100 * MIB);
+        room.report(&a, 100 * MIB);
+        let b = join(&room, 2, Class::Standard, 80 * MIB);
+        assert_eq!((a.budget(), b.budget()), (50 * MIB, 0));
+        room.report(&a, 70 * MIB);
+        assert_eq!((a.budget(), b.budget()), (50 * MIB, 30 * MIB));
+        room.report(&a, 50 * MIB);
+        assert_eq!((a.budget(), b.budget()), (50 * MIB, 50 * MIB));
+        check(&room);
+    }
+
+    #[test]
+    fn classes_weigh_four_two_one() {
+        let room = Room::new(70 * MIB);
+        let bulk = join(&room, 1, Class::Bulk, 70 * MIB);
+        room.report(&bulk, 70 * MIB);
+        let standard = join(&room, 2, Class::Standard, 70 * MIB);
+        let latency = join(&room, 3, Class::Latency, 70 * MIB);
+        room.report(&bulk, 0);
+        assert_eq!(bulk.budget(), 10 * MIB);
+        assert_eq!(standard.budget(), 20 * MIB);
+        assert_eq!(latency.budget(), 40 * MIB);
+    }
+
+    #[test]
+    fn a_family_that_ends_gives_everything_to_those_that_wait() {
+        let room = Room::new(100 * MIB);
+        let a = join(&room, 1, Class::Standard, 100 * MIB);
+        room.report(&a, 100 * MIB);
+        let b = join(&room, 2, Class::Standard, 80 * MIB);
+        room.leave(&a);
+        assert_eq!(b.budget(), 80 * MIB);
+        room.leave(&b);
+        assert_eq!(
+            check(&room),
+            RoomUse { used: 0, reserved: 0, free: 100 * MIB, total: 100 * MIB }
+        );
+    }
+
+    #[test]
+    fn room_that_nobody_uses_goes_to_those_that_wait() {
+        let room = Room::new(1000 * MIB);
+        let a = join(&room, 1, Class::Standard, 1000 * MIB);
+        room.report(&a, 100 * MIB);
+        let b = join(&room, 2, Class::Standard, 900 * MIB);
+        assert_eq!((a.budget(), b.budget()), (132 * MIB, 0));
+        room.report(&a, 100 * MIB);
+        assert_eq!((a.budget(), b.budget()), (132 * MIB, 868 * MIB));
+        check(&room);
+    }
+
+    #[test]
+    fn nobody_is_told_to_shrink_once_nobody_waits() {
+        let room = Room::new(100 * MIB);
+        let a = join(&room, 1, Class::Standard, 100 * MIB);
+        room.report(&a, 100 * MIB);
+        let b = join(&room, 2, Class::Standard, 80 * MIB);
+        assert_eq!(a.budget(), 50 * MIB);
+        room.leave(&b);
+        assert_eq!(a.budget(), 100 * MIB);
+    }
+
+    #[test]
+    fn the_equation_holds_and_everybody_gets_a_fair_share_in_the_end() {
+        for seed in 0..200 {
+            let mut random = Random::new(seed);
+            let total = random.below(64) * MIB + MIB;
+            let room = Room::new(total);
+            let mut shares: Vec<(Arc<Share>, u64)> = Vec::new();
+            for step in 0..300 {
+                match random.below(5) {
+                    0 if shares.len() < 6 => {
+                        let class = [Class::Latency, Class::Standard, Class::Bulk]
+                            [usize::try_from(random.below(3)).unwrap()];
+                        let share = join(&room, step + 1, class, random.below(80) * MIB);
+                        shares.push((share, 0));
+                    }
+                    1 if !shares.is_empty() => {
+                        let at = usize::try_from(random.below(shares.len() as u64)).unwrap();
+                        room.leave(&shares.swap_remove(at).0);
+                    }
+                    2 | 3 if !shares.is_empty() => {
+                        let at = usize::try_from(random.below(shares.len() as u64)).unwrap();
+                        room.want(&shares[at].0, random.below(80) * MIB);
+                    }
+                    _ => {
+                        for (share, used) in &mut shares {
+                            // Use follows the budget, up at once and down by steps.
+                            let budget = share.budget();
+                            *used = if *used > budget {
+                                (*used - budget.min(*used))
+                                    .min(random.below(8) * MIB + MIB)
+                                    .abs_diff(*used)
+                            } else {
+                                budget
+                            };
+                            room.report(share, *used);
+                        }
+                    }
+                }
+                check(&room);
+            }
+            // With all at their budgets, and all wishing everything, nobody is below its share.
+            for _ in 0..200 {
+                for (share, _) in &shares {
+                    room.want(share, total);
+                    room.report(share, share.budget());
+                }
+            }
+            let families = room.lock();
+            let fair = fair_shares(total, &families);
+            for (id, family) in families.iter() {
+                assert!(
+                    family.granted + EXTENT_BYTES >= fair[id],
+                    "seed {seed}: {family:?} {fair:?}"
+                );
+            }
+        }
+    }
+}

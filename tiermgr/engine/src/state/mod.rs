@@ -1,0 +1,261 @@
+//! What survives the daemon: the state files of one family, on a tmpfs that only root can read.
+//!
+//! | file | holds |
+//! |---|---|
+//! | `records` | 16 bytes for each extent ([`records`]) |
+//! | `regions` | one entry for each region ([`regions`]) |
+//! | `procs` | the family, and one entry for each process ([`procs`]) |
+//! | `messages` | userfaultfd messages, from the read to their effects ([`messages`]) |
+//!
+//! All of it is mapped shared and changed by atomic stores in program order, so that whoever maps the
+//! files after a kill sees a prefix of the stores. Entries of more than one word carry a checksum in
+//! the word that is stored last. The byte map is in `tiermgr/docs/on-disk.md`.
+
+pub mod messages;
+pub mod procs;
+pub mod records;
+pub mod regions;
+pub(crate) mod space;
+
+use crate::error::EngineError;
+use messages::Messages;
+use procs::{FamilyInfo, ProcDirectory, ProcEntry};
+use records::StateRecords;
+use regions::RegionDirectory;
+use std::fs;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use tiermgr_core::record::{Records, RegionRecord};
+use tiermgr_core::units::ProcId;
+use tiermgr_sys::shm::SharedFile;
+use tiermgr_sys::uffd::Msg;
+
+/// Version of all state files. A daemon loads only its own.
+pub const FORMAT: u64 = 1;
+
+/// The state files of one family.
+#[derive(Debug)]
+pub struct FamilyState {
+    dir: PathBuf,
+    /// Regions, and through them the records; shared with whoever lists them.
+    pub regions: Arc<RegionDirectory>,
+    /// Processes; shared with whoever lists them.
+    pub procs: Arc<ProcDirectory>,
+    /// Messages.
+    pub messages: Messages,
+    records: Arc<SharedFile>,
+}
+
+/// What an earlier daemon left of a family.
+#[derive(Debug)]
+pub struct Recovered {
+    /// The family, as it was created.
+    pub family: FamilyInfo,
+    /// Its processes, by ascending number.
+    pub procs: Vec<ProcEntry>,
+    /// Its regions, by ascending process and number.
+    pub regions: Vec<RegionRecord>,
+    /// Messages that were read and whose effects are not known to have begun, in the order in which
+    /// they were read from each process.
+    pub messages: Vec<(ProcId, Msg)>,
+}
+
+impl FamilyState {
+    /// Makes the folder and the files of a new family.
+    ///
+    /// # Errors
+    /// [`EngineError::State`]; what was made stays, for the caller to remove.
+    pub fn create(dir: &Path, family: &FamilyInfo) -> Result<Self, EngineError> {
+        fs::DirBuilder::new()
+            .mode(0o700)
+            .recursive(true)
+            .create(dir)
+            .map_err(EngineError::state("making the state folder", dir))?;
+        let create = |name, bytes| {
+            let path = dir.join(name);
+            SharedFile::create(&path, bytes).map_err(EngineError::state("creating", path))
+        };
+        let records = create("records", records::FILE_BYTES)?;
+        let regions = create("regions", regions::FILE_BYTES)?;
+        let messages = create("messages", messages::file_bytes())?;
+        // The family's own entry is the last store: a folder without it is one whose making was cut
+        // short, and nothing was ever kept in it.
+        let procs = create("procs", procs::FILE_BYTES)?;
+        let state = Self::over(dir, records, regions, procs, messages)?;
+        state.procs.put_family(family);
+        Ok(state)
+    }
+
+    /// Opens the files that an earlier daemon left, and reads what they say.
+    ///
+    /// # Errors
+    /// [`EngineError::State`], or [`EngineError::Damaged`] where they are none of ours.
+    pub fn load(dir: &Path) -> Result<(Self, Recovered), EngineError> {
+        let open = |name, bytes| {
+            let path = dir.join(name);
+            let file =
+                SharedFile::open(&path).map_err(EngineError::state("opening", path.clone()))?;
+            if file.len() == bytes {
+                Ok(file)
+            } else {
+                Err(EngineError::Damaged { path, reason: "its length is not that of this version" })
+            }
+        };
+        let state = Self::over(
+            dir,
+            open("records", records::FILE_BYTES)?,
+            open("regions", regions::FILE_BYTES)?,
+            open("procs", procs::FILE_BYTES)?,
+            open("messages", messages::file_bytes())?,
+        )?;
+        let family = state.procs.family().ok_or_else(|| EngineError::Damaged {
+            path: dir.join("procs"),
+            reason: "it names no family",
+        })?;
+        let procs = state.procs.all();
+        let regions = state.regions.all();
+        let messages = procs
+            .iter()
+            .flat_map(|entry| {
+                state.messages.pending(entry.proc).into_iter().map(|message| (entry.proc, message))
+            })
+            .collect();
+        Ok((state, Recovered { family, procs, regions, messages }))
+    }
+
+    fn over(
+        dir: &Path,
+        records: SharedFile,
+        regions: SharedFile,
+        procs: SharedFile,
+        messages: SharedFile,
+    ) -> Result<Self, EngineError> {
+        fs::set_permissions(dir, fs::Permissions::from_mode(0o700))
+            .map_err(EngineError::state("restricting the state folder", dir))?;
+        let records = Arc::new(records);
+        Ok(Self {
+            dir: dir.to_path_buf(),
+            regions: Arc::new(RegionDirectory::new(regions, Arc::clone(&records))),
+            procs: Arc::new(ProcDirectory::new(procs)),
+            messages: Messages::new(messages, dir.join("messages")),
+            records,
+        })
+    }
+
+    /// The records, for the manager.
+    #[must_use]
+    pub fn records(&self) -> StateRecords {
+        StateRecords::new(Arc::clone(&self.records), Arc::clone(&self.regions))
+    }
+
+    /// The folder.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Takes out what there is of a child's table: its copying may have been cut short.
+    pub fn forget_table_of(&self, proc: ProcId) {
+        let mut records = self.records();
+        for region in self.regions.all().iter().filter(|region| region.proc == proc) {
+            self.regions.drop_region(proc, region.region);
+            records.clear(region.first, region.extents);
+        }
+    }
+
+    /// Removes the folder of a family that has ended.
+    ///
+    /// # Errors
+    /// [`EngineError::State`].
+    pub fn remove(dir: &Path) -> Result<(), EngineError> {
+        fs::remove_dir_all(dir).map_err(EngineError::state("removing the state folder", dir))
+    }
+}
+
+/// Writes an entry so that it counts only when it is whole: the first word, a checksum of the others,
+/// is zeroed first and stored last.
+fn put_entry(words: &[AtomicU64], values: &[u64]) {
+    let Some((seal, rest)) = words.split_first() else { return };
+    seal.store(0, Ordering::Release);
+    for (word, value) in rest.iter().zip(values) {
+        word.store(*value, Ordering::Release);
+    }
+    seal.store(seal_of(values), Ordering::Release);
+}
+
+/// Reads an entry; `None` where there is none, or one whose writing was cut short.
+fn get_entry<const N: usize>(words: &[AtomicU64]) -> Option<[u64; N]> {
+    let (seal, rest) = words.split_first()?;
+    let before = seal.load(Ordering::Acquire);
+    let mut values = [0; N];
+    if rest.len() < N {
+        return None;
+    }
+    for (value, word) in values.iter_mut().zip(rest) {
+        *value = word.load(Ordering::Acquire);
+    }
+    (before == seal_of(&values)).then_some(values)
+}
+
+fn clear_entry(words: &[AtomicU64]) {
+    if let Some(seal) = words.first() {
+        seal.store(0, Ordering::Release);
+    }
+}
+
+/// A checksum that is never zero, and that no file of another format has.
+fn seal_of(values: &[u64]) -> u64 {
+    let sum = values.iter().fold(0, |sum, value| crc32c::crc32c_append(sum, &value.to_le_bytes()));
+    u64::from(sum) | (0x7469_6500 + FORMAT) << 32
+}
+
+const fn join(high: u32, low: u32) -> u64 {
+    (high as u64) << 32 | low as u64
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "the halves of a word are what is wanted")]
+const fn halves(word: u64) -> (u32, u32) {
+    ((word >> 32) as u32, word as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::scratch::Scratch;
+
+    #[test]
+    fn an_entry_cut_short_anywhere_is_no_entry() {
+        let scratch = Scratch::new();
+        let file = SharedFile::create(&scratch.path("entry"), 4096).unwrap();
+        let words = file.words(0, 8).unwrap();
+        assert_eq!(get_entry::<7>(words), None);
+        put_entry(words, &[1, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(get_entry::<7>(words), Some([1, 2, 3, 4, 5, 6, 7]));
+        for cut in 1..8 {
+            put_entry(words, &[1, 2, 3, 4, 5, 6, 7]);
+            words[0].store(0, Ordering::Release);
+            for (word, value) in words[1..cut].iter().zip([9, 8, 7, 6, 5, 4, 3]) {
+                word.store(value, Ordering::Release);
+            }
+            assert_eq!(get_entry::<7>(words), None, "cut after {cut} words");
+        }
+        clear_entry(words);
+        assert_eq!(get_entry::<7>(words), None);
+    }
+
+    #[test]
+    fn a_new_family_loads_as_it_was_made() {
+        let scratch = Scratch::new();
+        let dir = scratch.path("family");
+        let info = FamilyInfo { family: 77, limbo_bytes: 4 << 20, has_move: true, class: 1 };
+        drop(FamilyState::create(&dir, &info).unwrap());
+        let (_state, found) = FamilyState::load(&dir).unwrap();
+        assert_eq!(found.family, info);
+        assert!(found.procs.is_empty() && found.regions.is_empty() && found.messages.is_empty());
+        assert!(FamilyState::create(&dir, &info).is_err());
+        FamilyState::remove(&dir).unwrap();
+        assert!(FamilyState::load(&dir).is_err());
+    }
+}
