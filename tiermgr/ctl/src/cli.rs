@@ -1,0 +1,252 @@
+//! The command line. Help texts are also the man pages; of a verb's documentation the first paragraph
+//! is its line in lists.
+
+use crate::size::{PathAndSize, Size};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+/// Runs programs with more memory than DRAM holds, and shows what the daemon does
+#[derive(Debug, Parser)]
+#[command(
+    name = "tiermgrctl",
+    version,
+    max_term_width = 100,
+    after_help = "\
+Examples:
+  tiermgrctl run --dram 8G -- python3 train.py    a program in 8 GiB of DRAM, the rest on disk
+  tiermgrctl status                               what the daemon has done
+  tiermgrctl clients --json | jq '.[].pid'        for scripts
+  tiermgrctl doctor --nvme /dev/nvme1n1           what this machine lacks, and how to get it"
+)]
+pub(crate) struct Cli {
+    /// Socket of the daemon [default: /run/tiermgr/tiermgrd.sock]
+    #[arg(long, global = true, env = "TIERMGR_SOCKET", value_name = "PATH")]
+    pub(crate) socket: Option<PathBuf>,
+
+    /// What to do.
+    #[command(subcommand)]
+    pub(crate) verb: Verb,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Verb {
+    /// Run a program whose memory may be larger than DRAM
+    ///
+    /// CMD runs with the tiermgr allocator preloaded. Large allocations of CMD and of the programs that
+    /// it starts are managed: together they take no more than --dram of DRAM, and what does not fit is
+    /// parked on disk until it is touched.
+    ///
+    /// Where a daemon runs (at --socket, or at its default place and neither --dram nor --nvme is given), it
+    /// is used. Else a private one is started for this run, which needs root, and with it a store in a fresh
+    /// folder under TMPDIR, /var/tmp or the current directory, whichever has direct I/O first. Both are
+    /// gone when tiermgrctl ends.
+    ///
+    /// SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to CMD. The exit status is CMD's; 128+N if signal N
+    /// ended it, 127 if it was not found, 126 if it could not be run, and 125 if tiermgrctl itself failed.
+    /// A summary goes to stderr.
+    Run(RunArgs),
+    /// Show what the daemon has done and how it is
+    #[command(after_help = "\
+Examples:
+  tiermgrctl status
+  tiermgrctl status --json | jq .totals.recalled_pages")]
+    Status(ReadArgs),
+    /// Show the tiers: how much of each is used, promised and free
+    #[command(after_help = "\
+Examples:
+  tiermgrctl tiers
+  tiermgrctl tiers --json | jq '.[] | select(.name == \"nvme\").free_bytes'")]
+    Tiers(ReadArgs),
+    /// Show the managed regions of your programs (as root: of all)
+    #[command(after_help = "\
+Examples:
+  tiermgrctl regions
+  tiermgrctl regions --json | jq 'map(.parked_bytes) | add'")]
+    Regions(ReadArgs),
+    /// Show your attached programs (as root: all)
+    #[command(after_help = "\
+Examples:
+  tiermgrctl clients
+  tiermgrctl clients --json | jq '.[] | {pid, name, faults: .stats.faults}'")]
+    Clients(ReadArgs),
+    /// Check this machine, and say how to mend what is missing
+    ///
+    /// Kernel features are tried, not concluded from versions; nothing is changed. Most of it needs root.
+    Doctor(DoctorArgs),
+    /// Print a shell's completions
+    #[command(after_help = "\
+Examples:
+  tiermgrctl completions bash > /etc/bash_completion.d/tiermgrctl
+  tiermgrctl completions fish > ~/.config/fish/completions/tiermgrctl.fish")]
+    Completions(CompletionsArgs),
+    /// Print the manual page, or write one for each verb
+    #[command(after_help = "\
+Examples:
+  tiermgrctl man | man -l -
+  tiermgrctl man --dir /usr/local/share/man/man1")]
+    Man(ManArgs),
+}
+
+/// Options of `run`.
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  tiermgrctl run --dram 8G -- python3 train.py
+  tiermgrctl run --dram 2G --nvme /mnt/fast/store:64G -- redis-server
+  tiermgrctl run --dram 512MiB --report run.json -- ./my-program --its-option
+
+Environment:
+  TIERMGR_DAEMON    tiermgrd, where it is neither beside tiermgrctl nor in PATH
+  TIERMGR_PRELOAD   libtiermgr_preload.so, where it is neither beside tiermgrctl nor in ../lib")]
+pub(crate) struct RunArgs {
+    /// DRAM for CMD's large allocations and the private daemon together
+    ///
+    /// [default: half of the available memory; in a memory cgroup three quarters of what is left of its
+    /// limit, if that is less]
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) dram: Option<Size>,
+
+    /// Where to park what does not fit: a file, or a block device whose content is lost
+    #[arg(long, value_name = "PATH[:SIZE]")]
+    pub(crate) nvme: Option<PathAndSize>,
+
+    /// Who gives way when several programs share a daemon: bulk first, latency last
+    #[arg(long, value_enum, default_value_t = Class::Standard)]
+    pub(crate) class: Class,
+
+    /// Write what happened to FILE as JSON
+    #[arg(long, value_name = "FILE")]
+    pub(crate) report: Option<PathBuf>,
+
+    /// Least size of an allocation that is managed
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) min_size: Option<Size>,
+
+    /// Have the private daemon do without a kernel feature (for tests)
+    #[arg(long, value_name = "FEATURE", hide = true)]
+    pub(crate) assume_missing: Vec<String>,
+
+    /// Program and its arguments
+    #[arg(
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        required = true,
+        value_name = "CMD"
+    )]
+    pub(crate) command: Vec<OsString>,
+}
+
+/// Who gives way to whom.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Class {
+    /// Keeps its room longest.
+    Latency,
+    /// The default.
+    Standard,
+    /// Gives way first.
+    Bulk,
+}
+
+impl Class {
+    /// As `TIERMGR_CLASS` has it.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Latency => "latency",
+            Self::Standard => "standard",
+            Self::Bulk => "bulk",
+        }
+    }
+}
+
+/// Options of verbs that read.
+#[derive(Args, Debug)]
+pub(crate) struct ReadArgs {
+    /// Print JSON; the names of its fields do not change within a major version
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Options of `doctor`.
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Exit status: 0 if tiermgr can work here, 1 if something that it needs is missing.
+
+Examples:
+  sudo tiermgrctl doctor
+  sudo tiermgrctl doctor --nvme /dev/nvme1n1
+  tiermgrctl doctor --json | jq '.findings[] | select(.state != \"ok\")'")]
+pub(crate) struct DoctorArgs {
+    /// Also check whether PATH can hold a store; nothing in it is changed
+    #[arg(long, value_name = "PATH")]
+    pub(crate) nvme: Option<PathBuf>,
+
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Options of `completions`.
+#[derive(Args, Debug)]
+pub(crate) struct CompletionsArgs {
+    /// Which shell
+    pub(crate) shell: clap_complete::Shell,
+}
+
+/// Options of `man`.
+#[derive(Args, Debug)]
+pub(crate) struct ManArgs {
+    /// Write tiermgrctl.1 and a page for each verb into DIR, instead of printing the first
+    #[arg(long, value_name = "DIR")]
+    pub(crate) dir: Option<PathBuf>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    fn run_args(args: &[&str]) -> Result<RunArgs, String> {
+        let args = ["tiermgrctl", "run"].into_iter().chain(args.iter().copied());
+        match Cli::try_parse_from(args).map_err(|error| error.to_string())?.verb {
+            Verb::Run(args) => Ok(args),
+            verb => Err(format!("{verb:?}")),
+        }
+    }
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn what_follows_the_command_is_its_own() {
+        for separator in [&["--"][..], &[]] {
+            let args =
+                [&["--dram", "1G"], separator, &["prog", "--dram", "2G", "--", "-x"]].concat();
+            let args = run_args(&args).unwrap();
+            assert_eq!(args.dram, Some(Size(1 << 30)));
+            assert_eq!(args.command, ["prog", "--dram", "2G", "--", "-x"]);
+        }
+    }
+
+    #[test]
+    fn a_command_is_needed_and_sizes_are_checked() {
+        assert!(run_args(&["--dram", "1G"]).unwrap_err().contains("CMD"));
+        assert!(run_args(&["--dram", "1Q", "--", "x"]).unwrap_err().contains("not a unit"));
+        assert!(run_args(&["--class", "fast", "--", "x"]).unwrap_err().contains("latency"));
+        let args = run_args(&["--nvme", "/dev/nvme0n1:64G", "--class", "bulk", "--", "x"]).unwrap();
+        assert_eq!(args.nvme.unwrap().size, Some(Size(64 << 30)));
+        assert_eq!(args.class, Class::Bulk);
+    }
+
+    #[test]
+    fn every_verb_has_a_description_and_examples() {
+        for verb in Cli::command().get_subcommands() {
+            assert!(verb.get_about().is_some(), "{}", verb.get_name());
+            let help = verb.get_after_help().map(ToString::to_string).unwrap_or_default();
+            assert!(help.contains("Examples:"), "{} has no examples", verb.get_name());
+        }
+    }
+}

@@ -1,0 +1,170 @@
+//! The control connection to a daemon.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use tiermgr_sys::sock::Stream;
+use tiermgr_wire::control::{ControlReply, ControlRequest, ROWS_MAX, Status};
+use tiermgr_wire::hello::{Hello, Role};
+use tiermgr_wire::reply::FromDaemon;
+use tiermgr_wire::request::ToDaemon;
+use tiermgr_wire::{PACKET_BYTES_MAX, WireError};
+
+/// Where a system daemon listens.
+pub(crate) const DEFAULT_SOCKET: &str = "/run/tiermgr/tiermgrd.sock";
+
+/// A daemon that serves answers such questions in microseconds.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Most pages of a list that are asked for: a daemon that never ends its list is not believed.
+const PAGES_MAX: u32 = 4096;
+
+/// Why a daemon could not be asked.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ConnectError {
+    /// Nobody listens.
+    #[error(
+        "no daemon answers at {}; start it with `systemctl start tiermgrd`, or give its socket with \
+         --socket",
+        path.display()
+    )]
+    Absent {
+        /// Where.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The socket is not for this user.
+    #[error(
+        "the socket {} is not open to you; use sudo, or join its group (`socket_group` in the \
+         daemon's configuration)",
+        path.display()
+    )]
+    Forbidden {
+        /// Where.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The connection broke.
+    #[error("the daemon ended the conversation (is it overloaded or ending? see its log)")]
+    Broken(#[source] io::Error),
+    /// What came is not a message.
+    #[error("the daemon is of another version")]
+    Wire(#[from] WireError),
+    /// The daemon says no.
+    #[error("the daemon refuses: {0}")]
+    Refused(String),
+    /// The answer is none to this question.
+    #[error("the daemon gave an answer to another question: {0}")]
+    Unexpected(String),
+}
+
+/// An open control connection.
+#[derive(Debug)]
+pub(crate) struct Link {
+    stream: Stream,
+}
+
+impl Link {
+    /// Connects to the daemon at `socket`, or at the default place.
+    pub(crate) fn open(socket: Option<&Path>) -> Result<Self, ConnectError> {
+        let path = socket.unwrap_or(Path::new(DEFAULT_SOCKET));
+        let stream = Stream::connect(path).map_err(|source| {
+            let path = path.to_owned();
+            if source.kind() == io::ErrorKind::PermissionDenied {
+                ConnectError::Forbidden { path, source }
+            } else {
+                ConnectError::Absent { path, source }
+            }
+        })?;
+        stream.set_send_timeout(Some(ANSWER_TIMEOUT)).map_err(ConnectError::Broken)?;
+        let link = Self { stream };
+        link.send(&ToDaemon::Hello(Hello { version: tiermgr_wire::VERSION, role: Role::Control }))?;
+        match link.receive(Some(ANSWER_TIMEOUT))? {
+            FromDaemon::Ready => Ok(link),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Asks, and waits for the answer.
+    pub(crate) fn ask(&self, request: ControlRequest) -> Result<ControlReply, ConnectError> {
+        self.begin(request)?;
+        self.finish(Some(ANSWER_TIMEOUT))
+    }
+
+    /// Asks without waiting.
+    pub(crate) fn begin(&self, request: ControlRequest) -> Result<(), ConnectError> {
+        self.send(&ToDaemon::Control(request))
+    }
+
+    /// Waits for the answer to [`Link::begin`].
+    pub(crate) fn finish(&self, patience: Option<Duration>) -> Result<ControlReply, ConnectError> {
+        match self.receive(patience)? {
+            FromDaemon::Control(reply) => Ok(reply),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Readable when the answer is there.
+    pub(crate) fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+
+    /// The daemon as a whole.
+    pub(crate) fn status(&self) -> Result<Status, ConnectError> {
+        match self.ask(ControlRequest::Status)? {
+            ControlReply::Status(status) => Ok(*status),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// A whole list, page by page. It may change between pages.
+    pub(crate) fn list<T>(
+        &self,
+        request: impl Fn(u32) -> ControlRequest,
+        rows_of: impl Fn(ControlReply) -> Option<Vec<T>>,
+    ) -> Result<Vec<T>, ConnectError> {
+        let mut all = Vec::new();
+        for page in 0..PAGES_MAX {
+            let skip = page * u32::try_from(ROWS_MAX).unwrap_or(u32::MAX);
+            let reply = self.ask(request(skip))?;
+            let rows = rows_of(reply)
+                .ok_or_else(|| ConnectError::Unexpected("not the list asked for".to_owned()))?;
+            let is_last = rows.len() < ROWS_MAX;
+            all.extend(rows);
+            if is_last {
+                break;
+            }
+        }
+        Ok(all)
+    }
+
+    fn send(&self, message: &ToDaemon) -> Result<(), ConnectError> {
+        let mut buffer = [0; 512];
+        let packet = tiermgr_wire::encode(message, &mut buffer)?;
+        self.stream.send_with_fds(packet, &[]).map_err(ConnectError::Broken)
+    }
+
+    fn receive(&self, patience: Option<Duration>) -> Result<FromDaemon, ConnectError> {
+        self.stream.set_recv_timeout(patience).map_err(ConnectError::Broken)?;
+        let mut packet = vec![0; PACKET_BYTES_MAX];
+        let (len, _no_fds) =
+            self.stream.recv_with_fds(&mut packet).map_err(ConnectError::Broken)?;
+        let received = packet.get(..len).unwrap_or(&packet);
+        if received.is_empty() {
+            return Err(ConnectError::Broken(io::ErrorKind::UnexpectedEof.into()));
+        }
+        match tiermgr_wire::decode(received)? {
+            FromDaemon::Error { message, .. } => Err(ConnectError::Refused(message)),
+            message => Ok(message),
+        }
+    }
+}
+
+fn unexpected(answer: &impl std::fmt::Debug) -> ConnectError {
+    ConnectError::Unexpected(format!("{answer:?}").chars().take(80).collect())
+}

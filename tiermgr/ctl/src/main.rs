@@ -1,0 +1,59 @@
+//! `tiermgrctl`: runs programs with more memory than DRAM holds, and shows what the daemon does.
+//!
+//! One file for each verb. A verb fills one structure, which is its `--json` output and from which the
+//! text is drawn, so that the two cannot say different things.
+
+#![forbid(unsafe_code)]
+
+mod cli;
+mod connect;
+mod render;
+// One definition of what a size is, for configuration and command lines alike.
+#[path = "../../daemon/src/size.rs"]
+#[expect(unreachable_pub, reason = "public in the daemon, which has a library")]
+mod size;
+mod verb;
+
+use clap::Parser;
+use cli::{Cli, Verb};
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+/// Something did not work.
+const EXIT_FAILED: u8 = 1;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let socket = cli.socket.as_deref();
+    let result = match &cli.verb {
+        Verb::Run(args) => return ExitCode::from(verb::run::run(socket, args)),
+        Verb::Status(args) => verb::status::run(socket, args.json),
+        Verb::Tiers(args) => verb::tiers::run(socket, args.json),
+        Verb::Regions(args) => verb::regions::run(socket, args.json),
+        Verb::Clients(args) => verb::clients::run(socket, args.json),
+        Verb::Doctor(args) => match verb::doctor::run(socket, args) {
+            Ok(true) => Ok(()),
+            Ok(false) => return ExitCode::from(EXIT_FAILED),
+            Err(error) => Err(error),
+        },
+        Verb::Completions(args) => verb::completions::run(args),
+        Verb::Man(args) => verb::man::run(args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        // The reader of a pipe has seen enough.
+        Err(verb::VerbError::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => {
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            complain(&render::chain(&error));
+            ExitCode::from(EXIT_FAILED)
+        }
+    }
+}
+
+/// A line on stderr.
+fn complain(text: &str) {
+    // With stderr closed there is nobody left to tell.
+    drop(writeln!(io::stderr(), "tiermgrctl: {text}"));
+}

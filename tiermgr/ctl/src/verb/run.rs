@@ -1,0 +1,214 @@
+//! `tiermgrctl run`: the main job on one line.
+//!
+//! The signals that end programs are blocked here and read from a descriptor, so that nothing can end
+//! this process between starting a private daemon and removing what it leaves. CMD gets the mask that
+//! we were given.
+
+mod child;
+pub(crate) mod find;
+pub(crate) mod place;
+mod private;
+mod progress;
+mod report;
+
+use crate::cli::RunArgs;
+use crate::complain;
+use crate::connect::{ConnectError, DEFAULT_SOCKET, Link};
+use crate::render;
+use child::Signals;
+use private::Private;
+use report::Report;
+use std::ffi::OsString;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use tiermgr_wire::control::Status;
+
+/// `tiermgrctl` itself failed, as `env` and `timeout` have it.
+const EXIT_OURS: u8 = 125;
+
+/// Why CMD was not run, or could not be run to its end.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum RunError {
+    /// The daemon or the library is missing.
+    #[error("{}: {}", .0.what(), .0.fix())]
+    NotFound(#[from] find::NotFound),
+    /// There is nowhere to park.
+    #[error(transparent)]
+    NoPlace(#[from] place::NoPlace),
+    /// The library's path cannot be told to the dynamic linker.
+    #[error(
+        "the path {} has a blank or a colon, which LD_PRELOAD cannot hold; install tiermgr elsewhere, \
+         or set TIERMGR_PRELOAD",
+        .0.display()
+    )]
+    PreloadPath(PathBuf),
+    /// The private daemon cannot be started.
+    #[error("starting the private daemon {}", path.display())]
+    Daemon {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The private daemon says why it does not start.
+    #[error("the private daemon does not start: {0} (see `tiermgrctl doctor`)")]
+    DaemonRefuses(String),
+    /// A private daemon needs root.
+    #[error(
+        "a private daemon needs root (userfaultfd and fork events): use sudo, or start the system's \
+         daemon with `systemctl start tiermgrd`"
+    )]
+    NotRoot,
+    /// The limit is too small to work with.
+    #[error(
+        "{what} of {given} is too little: the private daemon itself takes some 16 MiB; give at least \
+         {least} with --dram"
+    )]
+    TooLittle {
+        /// Which limit.
+        what: &'static str,
+        /// What it is.
+        given: crate::size::Size,
+        /// What would do.
+        least: crate::size::Size,
+    },
+    /// Folder for socket and state.
+    #[error("making a folder in {}", path.display())]
+    Folder {
+        /// Where.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// A daemon was named and cannot be used.
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    /// --dram or --nvme with somebody else's daemon.
+    #[error(
+        "--dram and --nvme are for a private daemon, and --socket (or TIERMGR_SOCKET) names another; \
+         leave one out"
+    )]
+    Contradiction,
+    /// Signals or processes.
+    #[error("{0}")]
+    System(&'static str, #[source] io::Error),
+    /// Somebody ended us before CMD was started.
+    #[error("ended by signal {0} before the program was started")]
+    Interrupted(i32),
+}
+
+/// Which daemon serves the run.
+enum Host {
+    Private(Private),
+    /// Its counters before the run.
+    System {
+        socket: PathBuf,
+        before: Box<Status>,
+    },
+}
+
+impl Host {
+    fn socket(&self) -> &Path {
+        match self {
+            Self::Private(private) => private.socket(),
+            Self::System { socket, .. } => socket,
+        }
+    }
+}
+
+/// Runs CMD. The exit status is for `tiermgrctl`.
+pub(crate) fn run(socket: Option<&Path>, args: &RunArgs) -> u8 {
+    match try_run(socket, args) {
+        Ok(code) => code,
+        Err(RunError::Interrupted(signal)) => child::code_of_signal(signal),
+        Err(error) => {
+            complain(&render::chain(&error));
+            EXIT_OURS
+        }
+    }
+}
+
+fn try_run(socket: Option<&Path>, args: &RunArgs) -> Result<u8, RunError> {
+    let preload = find::preload()?;
+    if preload.as_os_str().as_encoded_bytes().iter().any(|b| b" :\t\n".contains(b)) {
+        return Err(RunError::PreloadPath(preload));
+    }
+    let signals = Signals::block().map_err(|error| RunError::System("blocking signals", error))?;
+    let host = choose_host(socket, args, &signals)?;
+    let environment = environment(args, &preload, host.socket());
+    let began = Instant::now();
+    let outcome = match child::spawn(&args.command, &environment, &signals) {
+        Ok(pid) => signals
+            .wait_for(pid)
+            .map(|code| (code, finish(args, code, began.elapsed(), &host)))
+            .map_err(|error| RunError::System("waiting for the program", error)),
+        Err(error) => {
+            let name = args.command.first().map(|name| name.to_string_lossy()).unwrap_or_default();
+            complain(&format!("running {name}: {}", error.desc()));
+            Ok((child::code_of_failure(error), None))
+        }
+    };
+    // The private daemon is ended whatever has happened, and before anybody is told.
+    if let Host::Private(private) = host {
+        private.end(&signals);
+    }
+    let (code, report) = outcome?;
+    if let Some(report) = report {
+        report.publish(args.report.as_deref());
+    }
+    Ok(code)
+}
+
+/// What happened in the run, from a daemon that is still there.
+fn finish(args: &RunArgs, code: u8, wall: Duration, host: &Host) -> Option<Report> {
+    let before = match host {
+        Host::Private(_) => None,
+        Host::System { before, .. } => Some(before.as_ref()),
+    };
+    match Link::open(Some(host.socket())).and_then(|link| link.status()) {
+        Ok(status) => Some(Report::new(args, code, wall, &status, before)),
+        Err(error) => {
+            complain(&format!("no summary: {}", render::chain(&error)));
+            None
+        }
+    }
+}
+
+fn choose_host(socket: Option<&Path>, args: &RunArgs, signals: &Signals) -> Result<Host, RunError> {
+    let wants_private = args.dram.is_some() || args.nvme.is_some();
+    let system = |path: &Path| -> Result<Host, ConnectError> {
+        let before = Link::open(Some(path))?.status()?;
+        Ok(Host::System { socket: path.to_owned(), before: Box::new(before) })
+    };
+    match socket {
+        Some(_) if wants_private => Err(RunError::Contradiction),
+        Some(path) => Ok(system(path)?),
+        None => {
+            if !wants_private && let Ok(host) = system(Path::new(DEFAULT_SOCKET)) {
+                return Ok(host);
+            }
+            Private::start(args, signals).map(Host::Private)
+        }
+    }
+}
+
+/// What CMD finds in its environment beside what we found in ours.
+fn environment(args: &RunArgs, preload: &Path, socket: &Path) -> Vec<(OsString, OsString)> {
+    let mut preloads = preload.as_os_str().to_owned();
+    if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
+        preloads.push(":");
+        preloads.push(others);
+    }
+    let mut environment: Vec<(OsString, OsString)> = vec![
+        ("LD_PRELOAD".into(), preloads),
+        ("TIERMGR_SOCKET".into(), socket.into()),
+        ("TIERMGR_CLASS".into(), args.class.name().into()),
+    ];
+    if let Some(size) = args.min_size {
+        environment.push(("TIERMGR_MIN_SIZE".into(), size.0.to_string().into()));
+    }
+    environment
+}

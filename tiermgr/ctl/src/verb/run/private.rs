@@ -1,0 +1,329 @@
+//! A daemon for one run: started, watched until it is ready, ended, and its traces removed.
+
+use super::child::{Signals, Wakeup, ignore_absent};
+use super::progress::Progress;
+use super::{RunError, find, place};
+use crate::cli::RunArgs;
+use crate::complain;
+use crate::connect::{ConnectError, Link};
+use crate::render;
+use crate::size::{PathAndSize, Size};
+use nix::sys::signal::{Signal, kill};
+use nix::sys::statfs;
+use nix::unistd::Pid;
+use std::fs;
+use std::io::{self, Read};
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+use tiermgr_sys::cgroup;
+use tiermgr_wire::control::ControlRequest;
+
+/// How often is looked whether something is done.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
+/// From "done" to the end of the process.
+const EXIT_WAIT: Duration = Duration::from_secs(30);
+/// What the daemon accepts.
+const DRAM_BYTES_MIN: u64 = 32 << 20;
+/// Less would hold nothing worth parking.
+const STORE_BYTES_MIN: u64 = 64 << 20;
+/// Whole chunks.
+const ROUND_BYTES: u64 = 2 << 20;
+/// Longer answers of a starting daemon are not read.
+const READY_BYTES_MAX: usize = 4096;
+
+/// A private daemon. Dropping it ends it and removes its folders.
+#[derive(Debug)]
+pub(super) struct Private {
+    daemon: Child,
+    folders: Folders,
+    socket: PathBuf,
+}
+
+/// Folders of one run, removed when dropped.
+#[derive(Debug)]
+struct Folders {
+    /// For socket and state, in memory.
+    runtime: PathBuf,
+    /// For the store, on disk, if we made one.
+    store: Option<PathBuf>,
+    keep: bool,
+}
+
+impl Private {
+    /// Starts a daemon and waits until it serves.
+    pub(super) fn start(args: &RunArgs, signals: &Signals) -> Result<Self, RunError> {
+        let path = find::daemon()?;
+        if !nix::unistd::geteuid().is_root() {
+            return Err(RunError::NotRoot);
+        }
+        let dram = choose_dram(args)?;
+        let mut folders = Folders { runtime: make_runtime_folder()?, store: None, keep: false };
+        let store = choose_store(args.nvme.as_ref(), &mut folders)?;
+        let socket = folders.runtime.join("sock");
+        let mut store_text = store.path.clone().into_os_string();
+        if let Some(size) = store.size {
+            store_text.push(format!(":{size}"));
+        }
+        let daemon = Command::new(&path)
+            .arg("--embedded")
+            .arg("--socket")
+            .arg(&socket)
+            .arg("--state-dir")
+            .arg(folders.runtime.join("state"))
+            .arg("--dram")
+            .arg(dram.to_string())
+            .arg("--store")
+            .arg(store_text)
+            .args(["--ready-fd", "1"])
+            .args(args.assume_missing.iter().flat_map(|name| ["--assume-missing", name]))
+            .env_remove("LD_PRELOAD")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            // A key on the terminal must not end it before the program that it serves.
+            .process_group(0)
+            .spawn()
+            .map_err(|source| RunError::Daemon { path: path.clone(), source })?;
+        let mut private = Self { daemon, folders, socket };
+        match private.wait_until_ready(signals) {
+            Ok(()) => Ok(private),
+            Err(error) => {
+                private.abandon();
+                Err(error)
+            }
+        }
+    }
+
+    /// Where it listens.
+    pub(super) fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    fn wait_until_ready(&mut self, signals: &Signals) -> Result<(), RunError> {
+        let system = |error| RunError::System("waiting for the private daemon", error);
+        let mut progress = Progress::new("preparing the private daemon and its store");
+        let Some(mut pipe) = self.daemon.stdout.take() else {
+            return Err(system(io::ErrorKind::BrokenPipe.into()));
+        };
+        let mut line = Vec::new();
+        loop {
+            match signals.wait_readable(pipe.as_fd(), LOOK_EVERY).map_err(system)? {
+                Wakeup::Timeout => progress.tick(),
+                Wakeup::Signal(signal) => return Err(RunError::Interrupted(signal)),
+                Wakeup::Readable => {
+                    let mut part = [0; 512];
+                    let len = pipe.read(&mut part).map_err(system)?;
+                    line.extend_from_slice(part.get(..len).unwrap_or_default());
+                    if len == 0 || line.contains(&b'\n') || line.len() > READY_BYTES_MAX {
+                        break;
+                    }
+                }
+            }
+        }
+        let line = String::from_utf8_lossy(&line);
+        match line.trim_end() {
+            "ready" => Ok(()),
+            "" => Err(RunError::DaemonRefuses("it ended without a word".to_owned())),
+            reason => Err(RunError::DaemonRefuses(reason.to_owned())),
+        }
+    }
+
+    /// Ends the daemon. Where programs that CMD started still need it, it stays for as long as they do.
+    pub(super) fn end(mut self, signals: &Signals) {
+        match self.ask_to_end(signals) {
+            Ok(()) => self.wait_for_exit(),
+            Err(error @ ConnectError::Refused(_)) => {
+                complain(&format!(
+                    "{}; the private daemon stays until the programs that it serves have ended",
+                    render::chain(&error)
+                ));
+                self.folders.keep = true;
+            }
+            Err(error) => {
+                if matches!(self.daemon.try_wait(), Ok(None)) {
+                    complain(&format!("ending the private daemon: {}", render::chain(&error)));
+                }
+                self.abandon();
+            }
+        }
+    }
+
+    fn ask_to_end(&self, signals: &Signals) -> Result<(), ConnectError> {
+        let mut progress = Progress::new("ending the private daemon");
+        let link = Link::open(Some(&self.socket))?;
+        link.begin(ControlRequest::Shutdown)?;
+        // Signals are read and dropped meanwhile: there is nobody left to pass them to, and the end
+        // is under way.
+        while signals.wait_readable(link.as_fd(), LOOK_EVERY).map_err(ConnectError::Broken)?
+            != Wakeup::Readable
+        {
+            progress.tick();
+        }
+        link.finish(Some(LOOK_EVERY)).map(drop)
+    }
+
+    fn wait_for_exit(&mut self) {
+        let mut progress = Progress::new("ending the private daemon");
+        let deadline = Instant::now() + EXIT_WAIT;
+        while matches!(self.daemon.try_wait(), Ok(None)) {
+            if Instant::now() >= deadline {
+                complain(&format!("the private daemon (pid {}) does not end", self.daemon.id()));
+                self.folders.keep = true;
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+            progress.tick();
+        }
+    }
+
+    /// Ends a daemon that serves nobody or does not answer.
+    fn abandon(&mut self) {
+        if matches!(self.daemon.try_wait(), Ok(None)) {
+            // It ends by itself once it sees that nobody is left; this only hurries it.
+            let pid = Pid::from_raw(self.daemon.id().cast_signed());
+            if let Err(error) = kill(pid, Signal::SIGTERM).or_else(ignore_absent) {
+                complain(&format!("ending the private daemon (pid {pid}): {error}"));
+            }
+            self.wait_for_exit();
+        }
+    }
+}
+
+impl Drop for Folders {
+    fn drop(&mut self) {
+        if self.keep {
+            return;
+        }
+        for folder in std::iter::once(&self.runtime).chain(&self.store) {
+            if let Err(error) = fs::remove_dir_all(folder)
+                && error.kind() != io::ErrorKind::NotFound
+            {
+                complain(&format!("removing {}: {error}", folder.display()));
+            }
+        }
+    }
+}
+
+/// Half of what is available, or three quarters of what a memory cgroup leaves, if that is less: CMD
+/// and the daemon have memory that is not managed, too.
+fn choose_dram(args: &RunArgs) -> Result<Size, RunError> {
+    let chosen = match args.dram {
+        Some(size) => size,
+        None => {
+            let available = available_bytes().unwrap_or(u64::MAX) / 2;
+            let in_cgroup = cgroup::headroom(std::process::id().cast_signed())
+                .map_or(u64::MAX, |headroom| headroom / 4 * 3);
+            let bytes = available.min(in_cgroup);
+            Size(bytes - bytes % ROUND_BYTES)
+        }
+    };
+    if chosen.0 < DRAM_BYTES_MIN {
+        return Err(RunError::TooLittle {
+            what: "DRAM",
+            given: chosen,
+            least: Size(DRAM_BYTES_MIN),
+        });
+    }
+    Ok(chosen)
+}
+
+fn available_bytes() -> Option<u64> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().strip_suffix(" kB")?.trim().parse().ok()?;
+    kib.checked_mul(1 << 10)
+}
+
+/// On a tmpfs where there is one: the state is written with every page that moves.
+fn make_runtime_folder() -> Result<PathBuf, RunError> {
+    let is_tmpfs = |path: &Path| {
+        statfs::statfs(path).is_ok_and(|fs| fs.filesystem_type() == statfs::TMPFS_MAGIC)
+    };
+    let parent = ["/dev/shm", "/run"]
+        .into_iter()
+        .map(PathBuf::from)
+        .find(|path| is_tmpfs(path))
+        .unwrap_or_else(std::env::temp_dir);
+    make_folder(&parent)
+}
+
+fn make_folder(parent: &Path) -> Result<PathBuf, RunError> {
+    place::fresh_folder(parent)
+        .map_err(|source| RunError::Folder { path: parent.to_owned(), source })
+}
+
+/// What --nvme says, else a file in a fresh folder.
+fn choose_store(
+    named: Option<&PathAndSize>,
+    folders: &mut Folders,
+) -> Result<PathAndSize, RunError> {
+    if let Some(named) = named {
+        let path = std::path::absolute(&named.path)
+            .map_err(|source| RunError::Folder { path: named.path.clone(), source })?;
+        let size = match (named.size, fs::metadata(&path)) {
+            (Some(size), _) => Some(size),
+            // All of a device, and a file as it is.
+            (None, Ok(facts)) if facts.file_type().is_block_device() || facts.len() > 0 => None,
+            (None, _) => {
+                let folder = path.parent().unwrap_or(Path::new("/"));
+                let free = place::free_bytes(folder)
+                    .map_err(|source| RunError::Folder { path: folder.to_owned(), source })?;
+                Some(default_store_size(free)?)
+            }
+        };
+        return Ok(PathAndSize { path, size });
+    }
+    let place = place::choose()?;
+    let size = default_store_size(place.free_bytes)?;
+    let folder = make_folder(&place.folder)?;
+    let path = folder.join("store");
+    folders.store = Some(folder);
+    Ok(PathAndSize { path, size: Some(size) })
+}
+
+/// Half of what is free, and not more than four times the machine's memory, which no program that is
+/// still usable exceeds.
+fn default_store_size(free_bytes: u64) -> Result<Size, RunError> {
+    let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
+        let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+        line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()
+    });
+    let most = machine.map_or(u64::MAX, |kib| kib.saturating_mul(4 << 10));
+    let bytes = (free_bytes / 2).min(most);
+    if bytes < STORE_BYTES_MIN {
+        return Err(RunError::TooLittle {
+            what: "free room on the disk",
+            given: Size(free_bytes),
+            least: Size(2 * STORE_BYTES_MIN),
+        });
+    }
+    Ok(Size(bytes - bytes % ROUND_BYTES))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_store_takes_half_of_what_is_free() {
+        assert_eq!(default_store_size(2 << 30).unwrap(), Size(1 << 30));
+        assert!(default_store_size((2 * STORE_BYTES_MIN) - 2).is_err());
+        assert!(default_store_size(u64::MAX).unwrap().0 < u64::MAX / 2);
+    }
+
+    #[test]
+    fn folders_are_removed_unless_kept() {
+        for keep in [false, true] {
+            let runtime = make_folder(&std::env::temp_dir()).unwrap();
+            fs::write(runtime.join("x"), "y").unwrap();
+            drop(Folders { runtime: runtime.clone(), store: None, keep });
+            assert_eq!(runtime.exists(), keep);
+            if keep {
+                fs::remove_dir_all(&runtime).unwrap();
+            }
+        }
+    }
+}

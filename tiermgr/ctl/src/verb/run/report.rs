@@ -1,0 +1,202 @@
+//! What happened in a run: twelve lines for people, JSON for programs.
+
+use crate::cli::RunArgs;
+use crate::complain;
+use crate::render::{bytes, count, pages};
+use serde::Serialize;
+use std::fs;
+use std::io::{self, Write};
+use std::path::Path;
+use std::time::Duration;
+use tiermgr_wire::control::{FamilyStats, Status};
+
+/// Lines of a summary at most, warnings included.
+const LINES_MAX: usize = 12;
+
+/// The content of `--report`. Field names do not change within a major version.
+#[derive(Debug, Serialize)]
+pub(super) struct Report {
+    /// Program and arguments.
+    command: Vec<String>,
+    /// As `tiermgrctl run` returns it.
+    exit_status: u8,
+    /// From the start of the program to its end.
+    wall_seconds: f64,
+    /// A private daemon served the run. Otherwise `totals` is what the daemon did meanwhile, for all of
+    /// its programs.
+    private_daemon: bool,
+    /// What all programs of the daemon together, and the daemon itself, may have in DRAM.
+    dram_limit_bytes: u64,
+    /// Capacity of the store.
+    store_capacity_bytes: u64,
+    /// Counters.
+    totals: FamilyStats,
+    /// Most memory that the serving process ever had.
+    daemon_peak_rss_bytes: Option<u64>,
+    /// Times that the daemon died and was started again.
+    daemon_restarts: u32,
+    /// What an operator should know.
+    warnings: Vec<String>,
+}
+
+impl Report {
+    pub(super) fn new(
+        args: &RunArgs,
+        exit_status: u8,
+        wall: Duration,
+        status: &Status,
+        before: Option<&Status>,
+    ) -> Self {
+        Self {
+            command: args.command.iter().map(|arg| arg.to_string_lossy().into_owned()).collect(),
+            exit_status,
+            wall_seconds: wall.as_secs_f64(),
+            private_daemon: before.is_none(),
+            dram_limit_bytes: status.dram_limit_bytes,
+            store_capacity_bytes: status.store_capacity_bytes,
+            totals: before.map_or(status.totals, |before| since(&before.totals, &status.totals)),
+            daemon_peak_rss_bytes: peak_rss_bytes(status.daemon_pid),
+            daemon_restarts: status.restarts,
+            warnings: status.warnings.clone(),
+        }
+    }
+
+    /// Prints the summary, and writes the file.
+    pub(super) fn publish(&self, file: Option<&Path>) {
+        // With stderr closed there is nobody left to tell.
+        drop(io::stderr().write_all(self.summary().as_bytes()));
+        let Some(path) = file else { return };
+        let written = serde_json::to_string_pretty(self)
+            .map_err(io::Error::from)
+            .and_then(|text| fs::write(path, text + "\n"));
+        if let Err(error) = written {
+            complain(&format!("writing {}: {error}", path.display()));
+        }
+    }
+
+    fn summary(&self) -> String {
+        let totals = &self.totals;
+        let name = self.command.first().map_or("", String::as_str);
+        let peak = self
+            .daemon_peak_rss_bytes
+            .map_or_else(String::new, |peak| format!(", of which the daemon took {}", bytes(peak)));
+        let mut lines = vec![
+            format!("{name}: status {} after {:.2} s", self.exit_status, self.wall_seconds),
+            format!("  dram    {} allowed{peak}", bytes(self.dram_limit_bytes)),
+            format!(
+                "  out     {} parked, {} of it without a write",
+                pages(totals.parked_pages),
+                pages(totals.parked_clean_pages)
+            ),
+            format!(
+                "  in      {} recalled, {} prefetched, {} rescued",
+                pages(totals.recalled_pages),
+                pages(totals.prefetched_pages),
+                pages(totals.rescued_pages)
+            ),
+            format!("  faults  {}", count(totals.faults)),
+            format!(
+                "  store   {} written, {} read, {} errors",
+                bytes(totals.store_written_bytes),
+                bytes(totals.store_read_bytes),
+                count(totals.store_errors)
+            ),
+        ];
+        if totals.poisoned_pages > 0 {
+            lines.push(format!("  LOST    {} pages", count(totals.poisoned_pages)));
+        }
+        if self.daemon_restarts > 0 {
+            lines.push(format!(
+                "  the daemon died and was started again {} times",
+                self.daemon_restarts
+            ));
+        }
+        if !self.private_daemon {
+            lines.push("  (of all programs of the system's daemon meanwhile)".to_owned());
+        }
+        lines.extend(self.warnings.iter().map(|warning| format!("  warning: {warning}")));
+        lines.truncate(LINES_MAX);
+        lines.iter().map(|line| format!("tiermgr: {line}\n")).collect()
+    }
+}
+
+/// What `after` has more than `before`; gauges as they are.
+fn since(before: &FamilyStats, after: &FamilyStats) -> FamilyStats {
+    let more = |of: fn(&FamilyStats) -> u64| of(after).saturating_sub(of(before));
+    FamilyStats {
+        faults: more(|s| s.faults),
+        recalled_pages: more(|s| s.recalled_pages),
+        prefetched_pages: more(|s| s.prefetched_pages),
+        zeroed_pages: more(|s| s.zeroed_pages),
+        rescued_pages: more(|s| s.rescued_pages),
+        parked_pages: more(|s| s.parked_pages),
+        parked_clean_pages: more(|s| s.parked_clean_pages),
+        store_written_bytes: more(|s| s.store_written_bytes),
+        store_read_bytes: more(|s| s.store_read_bytes),
+        store_errors: more(|s| s.store_errors),
+        poisoned_pages: more(|s| s.poisoned_pages),
+        forks: more(|s| s.forks),
+        moves_refused: more(|s| s.moves_refused),
+        ioctl_retries: more(|s| s.ioctl_retries),
+        ..*after
+    }
+}
+
+fn peak_rss_bytes(pid: i32) -> Option<u64> {
+    let text = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    let kib: u64 = line.trim().strip_suffix(" kB")?.trim().parse().ok()?;
+    kib.checked_mul(1 << 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(warnings: usize) -> Report {
+        Report {
+            command: vec!["prog".to_owned()],
+            exit_status: 0,
+            wall_seconds: 1.5,
+            private_daemon: false,
+            dram_limit_bytes: 1 << 30,
+            store_capacity_bytes: 1 << 34,
+            totals: FamilyStats { poisoned_pages: 1, ..FamilyStats::default() },
+            daemon_peak_rss_bytes: Some(20 << 20),
+            daemon_restarts: 1,
+            warnings: vec!["w".to_owned(); warnings],
+        }
+    }
+
+    #[test]
+    fn a_summary_is_never_longer_than_twelve_lines() {
+        assert_eq!(report(0).summary().lines().count(), 9);
+        assert_eq!(report(100).summary().lines().count(), LINES_MAX);
+        assert!(report(0).summary().contains("LOST"));
+    }
+
+    #[test]
+    fn counters_are_of_the_run_and_gauges_of_now() {
+        let before = FamilyStats { faults: 10, dram_now_bytes: 5, ..FamilyStats::default() };
+        let after = FamilyStats { faults: 13, dram_now_bytes: 7, ..FamilyStats::default() };
+        let run = since(&before, &after);
+        assert_eq!((run.faults, run.dram_now_bytes), (3, 7));
+        assert_eq!(since(&after, &before).faults, 0);
+    }
+
+    #[test]
+    fn the_report_has_the_promised_fields() {
+        let json = serde_json::to_value(report(1)).unwrap();
+        for field in [
+            "command",
+            "exit_status",
+            "wall_seconds",
+            "dram_limit_bytes",
+            "totals",
+            "daemon_peak_rss_bytes",
+        ] {
+            assert!(json.get(field).is_some(), "{field}");
+        }
+        assert!(peak_rss_bytes(std::process::id().cast_signed()).is_some());
+    }
+}

@@ -1,0 +1,150 @@
+//! The command line of `tiermgrd`.
+
+use crate::config::{
+    Config, ConfigError, DramLimit, LogLevel, SocketMode, StoreSettings, StoreSize,
+};
+use crate::size::PathAndSize;
+use clap::Parser;
+use std::path::PathBuf;
+
+/// Serves programs that use more memory than fits into DRAM
+///
+/// Exit status: 0 everything was brought back, or nobody was left; 2 the command line or the
+/// configuration is wrong; 3 the daemon could not start; 4 it died again and again.
+///
+/// SIGTERM and SIGINT bring everything back and end the daemon. Where that does not fit into memory it
+/// says so and goes on serving; send the signal again to try again. Killed with SIGKILL, it is started
+/// again by its keeper (its first process), and programs wait meanwhile.
+#[derive(Clone, Debug, Parser)]
+#[command(name = "tiermgrd", version, max_term_width = 100)]
+pub struct Cli {
+    /// Configuration [default: /etc/tiermgr/tiermgrd.toml where it exists]
+    #[arg(long, value_name = "FILE", conflicts_with = "embedded")]
+    pub config: Option<PathBuf>,
+
+    /// Print the default configuration as a commented file, and end
+    #[arg(long)]
+    pub print_config: bool,
+
+    /// Check a configuration and print what it comes to, and end
+    #[arg(long, value_name = "FILE", conflicts_with = "config")]
+    pub check_config: Option<PathBuf>,
+
+    /// Be a private daemon, as `tiermgrctl run` starts it: no configuration is read; it also ends when
+    /// its maker and all programs have gone, and removes socket, state and the store that it made
+    #[arg(long, requires_all = ["socket", "state_dir", "dram", "store"])]
+    pub embedded: bool,
+
+    /// Socket, instead of the configured one
+    #[arg(long, value_name = "PATH")]
+    pub socket: Option<PathBuf>,
+
+    /// State directory, instead of the configured one
+    #[arg(long, value_name = "DIR")]
+    pub state_dir: Option<PathBuf>,
+
+    /// DRAM for all programs and the daemon, instead of the configured one: a size or a share
+    #[arg(long, value_name = "SIZE")]
+    pub dram: Option<DramLimit>,
+
+    /// Store, instead of the configured one; a file is made if it does not exist
+    #[arg(long, value_name = "PATH[:SIZE]")]
+    pub store: Option<PathAndSize>,
+
+    /// Do without a kernel feature, as if the kernel lacked it (may be repeated; for tests)
+    #[arg(long, value_name = "FEATURE")]
+    pub assume_missing: Vec<String>,
+
+    /// Least severe message that is logged: error, warn, info, debug or trace
+    #[arg(long, value_name = "LEVEL")]
+    pub log_level: Option<LogLevel>,
+
+    /// Descriptor to write one line to: "ready", or why the daemon cannot start
+    #[arg(long, value_name = "N")]
+    pub ready_fd: Option<i32>,
+}
+
+impl Cli {
+    /// The settings: configuration first, then what the command line says.
+    ///
+    /// # Errors
+    /// Whatever is wrong with either.
+    pub fn settings(&self) -> Result<Config, ConfigError> {
+        let mut config = if self.embedded {
+            Config {
+                socket_mode: SocketMode(0o600),
+                log_level: LogLevel::Warn,
+                store: StoreSettings { size: StoreSize::All, ..StoreSettings::default() },
+                ..Config::default()
+            }
+        } else {
+            Config::load(self.config.as_deref())?
+        };
+        if let Some(socket) = &self.socket {
+            config.socket.clone_from(socket);
+        }
+        if let Some(state_dir) = &self.state_dir {
+            config.state_dir.clone_from(state_dir);
+        }
+        if let Some(dram) = self.dram {
+            config.dram = dram;
+        }
+        if let Some(store) = &self.store {
+            config.store.path.clone_from(&store.path);
+            config.store.create = true;
+            if let Some(size) = store.size {
+                config.store.size = StoreSize::Bytes(size);
+            }
+        }
+        if let Some(level) = self.log_level {
+            config.log_level = level;
+        }
+        config.assume_missing.extend_from_slice(&self.assume_missing);
+        config.check()?;
+        Ok(config)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::size::Size;
+    use clap::CommandFactory;
+
+    fn settings(args: &[&str]) -> Result<Config, String> {
+        let args = std::iter::once("tiermgrd").chain(args.iter().copied());
+        let cli = Cli::try_parse_from(args).map_err(|error| error.to_string())?;
+        cli.settings().map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn embedded_needs_all_that_no_file_says() {
+        let full = ["--embedded", "--socket", "/s", "--state-dir", "/d", "--dram", "256MiB"];
+        assert!(settings(&full).unwrap_err().contains("--store"));
+        let mut args = full.to_vec();
+        args.extend(["--store", "/x:1G", "--assume-missing", "move", "--assume-missing", "poison"]);
+        let config = settings(&args).unwrap();
+        assert_eq!(config.socket, PathBuf::from("/s"));
+        assert_eq!(config.dram, DramLimit::Bytes(Size(256 << 20)));
+        assert_eq!(config.store.size, StoreSize::Bytes(Size(1 << 30)));
+        assert_eq!(config.assume_missing, ["move", "poison"]);
+        assert_eq!(config.socket_mode, SocketMode(0o600));
+        args.extend(["--config", "/etc/x"]);
+        assert!(settings(&args).unwrap_err().contains("cannot be used with"));
+    }
+
+    #[test]
+    fn what_the_command_line_says_is_checked_like_the_file() {
+        let args = ["--config", "/dev/null", "--dram", "1MiB"];
+        assert!(settings(&args).unwrap_err().contains("`dram`"));
+        assert!(
+            settings(&["--config", "/dev/null", "--socket", "s"]).unwrap_err().contains("absolute")
+        );
+        assert!(settings(&["--config", "/dev/null", "--store", "/x:1Q"]).is_err());
+    }
+}

@@ -1,0 +1,598 @@
+//! The families that the daemon serves: who belongs to which, and what is shared among them.
+//!
+//! A *family* is a client and its forked descendants; it has one executor. Its *number* is for lists,
+//! its *secret* is what a forked child says to be let in (the engine then has it prove by a nonce that
+//! it is what it says). Both are kept beside the family's folder in the state directory, so that a
+//! daemon that was restarted knows them again.
+//!
+//! Not here: when the memory of a process is released. The executor finds out by itself that an
+//! address space is gone; what happens here follows from that.
+
+use crate::memory;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use tiermgr_core::units::ProcId;
+use tiermgr_engine::error::EngineError;
+use tiermgr_engine::executor::{Executor, ExecutorConfig};
+use tiermgr_engine::room::{Room, Share};
+use tiermgr_engine::store::Store;
+use tiermgr_engine::wake::Wake;
+use tiermgr_sys::probe::KernelFeatures;
+use tiermgr_wire::control::{ClientRow, FamilyStats, RegionRow};
+use tiermgr_wire::hello::Class;
+
+/// Families at once. Each has a thread and some ten MiB of staging buffers.
+pub const FAMILIES_MAX: usize = 512;
+
+/// What all executors share.
+#[derive(Debug)]
+pub struct Shared {
+    /// Where parked pages are kept.
+    pub store: Arc<Store>,
+    /// The DRAM ledger.
+    pub room: Arc<Room>,
+    /// What the kernel can do.
+    pub features: KernelFeatures,
+    /// Root-only folder on a tmpfs.
+    pub state_dir: PathBuf,
+    /// Limbo of each process.
+    pub limbo_bytes: u64,
+}
+
+/// What is written down of a family beside the engine's files.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FamilyFacts {
+    /// What a forked child says.
+    secret: Secret,
+    /// Given at the hello.
+    name: String,
+    /// Who gives way.
+    class: Class,
+    /// Of the process that said hello.
+    uid: u32,
+}
+
+impl FamilyFacts {
+    /// For a family of which nothing is known but that it exists. Its children cannot be let in.
+    fn unknown() -> io::Result<Self> {
+        let secret = Secret(draw_secret()?);
+        Ok(Self { secret, name: "unknown".to_owned(), class: Class::default(), uid: 0 })
+    }
+}
+
+/// 64 random bits, written as text: TOML has no unsigned numbers of 64 bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Secret(u64);
+
+impl serde::Serialize for Secret {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(&format_args!("{:016x}", self.0))
+    }
+}
+
+impl<'de> serde::Deserialize<'de> for Secret {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = <String as serde::Deserialize>::deserialize(deserializer)?;
+        u64::from_str_radix(&text, 16).map(Self).map_err(serde::de::Error::custom)
+    }
+}
+
+/// One family.
+#[derive(Debug)]
+pub struct Family {
+    number: u64,
+    secret: u64,
+    name: String,
+    class: Class,
+    uid: u32,
+    executor: Arc<Executor>,
+    members: Mutex<BTreeMap<ProcId, Member>>,
+}
+
+/// A process that has shown itself.
+#[derive(Clone, Debug)]
+struct Member {
+    uid: u32,
+    regions: BTreeMap<u32, String>,
+}
+
+/// Why a family could not be begun.
+#[derive(Debug, thiserror::Error)]
+pub enum BeginError {
+    /// There are as many as there may be.
+    #[error("the daemon already serves {FAMILIES_MAX} programs")]
+    TooMany,
+    /// What is to be written down cannot be.
+    #[error("writing down the family in {}", path.display())]
+    State {
+        /// Where.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The engine could not.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+}
+
+/// All families.
+#[derive(Debug)]
+pub struct Families {
+    shared: Shared,
+    /// The daemon's own memory, entered in the ledger like that of a family.
+    own: Arc<Share>,
+    inner: Mutex<Inner>,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    last_number: u64,
+    families: BTreeMap<u64, Arc<Family>>,
+    /// Counters of families that have ended.
+    ended: FamilyStats,
+}
+
+impl Families {
+    /// No families yet. `own_bytes` of the room are taken for the daemon itself.
+    #[must_use]
+    pub fn new(shared: Shared, own_bytes: u64) -> Self {
+        let own = shared.room.join(u64::MAX, Class::Latency, own_bytes, Arc::new(Wake::silent()));
+        shared.room.report(&own, own_bytes);
+        Self { shared, own, inner: Mutex::default() }
+    }
+
+    /// What all executors share.
+    #[must_use]
+    pub const fn shared(&self) -> &Shared {
+        &self.shared
+    }
+
+    /// Goes on with the families that an earlier daemon served. To be called before anything else.
+    /// Blocks until no helper works for that daemon any more.
+    ///
+    /// A family that cannot be taken up again keeps its files and slots: its programs wait, and must
+    /// not find somebody else's bytes.
+    ///
+    /// # Errors
+    /// Where the state directory cannot be read.
+    pub fn recover(&self) -> io::Result<()> {
+        let found = self.find_facts()?;
+        self.lock().last_number = found.keys().copied().max().unwrap_or(0);
+        let begun: Vec<(u64, FamilyFacts, Result<Arc<Executor>, EngineError>)> =
+            thread::scope(|scope| {
+                let threads: Vec<_> = found
+                    .into_iter()
+                    .map(|(number, facts)| {
+                        let config = self.executor_config(number, facts.class);
+                        (number, facts, scope.spawn(move || Executor::recover(config)))
+                    })
+                    .collect();
+                threads
+                    .into_iter()
+                    .map(|(number, facts, thread)| {
+                        (number, facts, thread.join().unwrap_or(Err(EngineError::Ended)))
+                    })
+                    .collect()
+            });
+        let mut kept = BTreeSet::new();
+        for (number, facts, result) in begun {
+            kept.insert(number);
+            match result {
+                Ok(executor) => {
+                    tracing::info!(family = number, name = facts.name, "taken up again");
+                    let family = Family::new(number, facts, executor);
+                    self.lock().families.insert(number, Arc::new(family));
+                }
+                Err(error) => tracing::error!(
+                    family = number,
+                    name = facts.name,
+                    error = %chain(&error),
+                    "a family cannot be taken up again; its programs wait where they touch what was \
+                     parked: end them"
+                ),
+            }
+        }
+        self.shared.store.give_back_dead(|number| kept.contains(&number));
+        Ok(())
+    }
+
+    /// What is written down of families, by number. What a death cut short is removed.
+    fn find_facts(&self) -> io::Result<BTreeMap<u64, FamilyFacts>> {
+        let mut found = BTreeMap::new();
+        for entry in fs::read_dir(&self.shared.state_dir)? {
+            let name = entry?.file_name();
+            let Some(number) = number_of(&name.to_string_lossy()) else { continue };
+            let path = self.facts_path(number);
+            let has_state = self.state_dir_of(number).join("procs").exists();
+            if !has_state {
+                // Nothing was ever kept for it.
+                self.forget_files(number);
+                continue;
+            }
+            let facts = fs::read_to_string(&path)
+                .and_then(|text| toml::from_str(&text).map_err(io::Error::other))
+                .or_else(|error| {
+                    tracing::warn!(path = %path.display(), %error, "a family without a name");
+                    FamilyFacts::unknown()
+                })?;
+            found.insert(number, facts);
+        }
+        Ok(found)
+    }
+
+    /// Begins a family. The facts are written down before the executor starts, so that whatever it
+    /// leaves in the state directory has an owner.
+    ///
+    /// # Errors
+    /// [`BeginError`]; nothing is left behind then.
+    pub fn begin(
+        &self,
+        secret: u64,
+        name: &str,
+        class: Class,
+        uid: u32,
+    ) -> Result<Arc<Family>, BeginError> {
+        let facts = FamilyFacts { secret: Secret(secret), name: name.to_owned(), class, uid };
+        let mut inner = self.lock();
+        if inner.families.len() >= FAMILIES_MAX {
+            return Err(BeginError::TooMany);
+        }
+        let number = inner.last_number + 1;
+        let path = self.facts_path(number);
+        write_facts(&path, &facts)
+            .map_err(|source| BeginError::State { path: path.clone(), source })?;
+        inner.last_number = number;
+        drop(inner);
+        match Executor::spawn(self.executor_config(number, class)) {
+            Ok(executor) => {
+                let family = Arc::new(Family::new(number, facts, executor));
+                self.lock().families.insert(number, Arc::clone(&family));
+                Ok(family)
+            }
+            Err(error) => {
+                self.forget_files(number);
+                Err(error.into())
+            }
+        }
+    }
+
+    /// The family with this secret.
+    #[must_use]
+    pub fn find(&self, secret: u64) -> Option<Arc<Family>> {
+        self.lock().families.values().find(|family| family.secret == secret).cloned()
+    }
+
+    /// Families now.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.lock().families.len()
+    }
+
+    /// Counters of all families, those included that have ended.
+    #[must_use]
+    pub fn totals(&self) -> FamilyStats {
+        let (mut totals, families) = {
+            let inner = self.lock();
+            (inner.ended, inner.families.values().cloned().collect::<Vec<_>>())
+        };
+        for family in families {
+            totals.add(&family.executor.stats());
+        }
+        totals
+    }
+
+    /// DRAM that is lent to families.
+    #[must_use]
+    pub fn lent_bytes(&self) -> u64 {
+        let room = self.shared.room.usage();
+        (room.used + room.reserved).saturating_sub(self.own.budget())
+    }
+
+    /// All families, by number.
+    #[must_use]
+    pub fn list(&self) -> Vec<Arc<Family>> {
+        self.lock().families.values().cloned().collect()
+    }
+
+    /// Takes out the families of which no process is left, and corrects what the daemon itself takes
+    /// from the room. To be called about once a second.
+    pub fn tidy(&self) {
+        for family in self.list() {
+            if family.executor.is_idle() {
+                self.end(&family);
+            } else {
+                family.forget_gone();
+            }
+        }
+        if let Some(bytes) = memory::own_resident_bytes() {
+            // What executors stage in is theirs to account for only where the engine does it; here
+            // the whole process counts once.
+            self.shared.room.want(&self.own, bytes);
+            self.shared.room.report(&self.own, bytes);
+        }
+    }
+
+    /// Ends a family of which no process is left.
+    pub fn end(&self, family: &Family) {
+        if self.lock().families.remove(&family.number).is_none() {
+            return;
+        }
+        let stats = family.executor.stats();
+        if let Err(error) = family.executor.stop(false) {
+            tracing::warn!(family = family.number, error = %chain(&error), "ending a family");
+        }
+        self.lock().ended.add(&history_of(stats));
+        self.forget_files(family.number);
+        tracing::info!(family = family.number, name = family.name, "the last process has gone");
+    }
+
+    /// Brings everything of all families back and disarms it.
+    ///
+    /// # Errors
+    /// What stands against it, one line for each family. Those families are still served.
+    pub fn drain(&self) -> Result<(), Vec<String>> {
+        let mut reasons = Vec::new();
+        for family in self.list() {
+            match family.executor.stop(true) {
+                Ok(()) => {
+                    let stats = family.executor.stats();
+                    let mut inner = self.lock();
+                    if inner.families.remove(&family.number).is_some() {
+                        inner.ended.add(&history_of(stats));
+                        drop(inner);
+                        self.forget_files(family.number);
+                    }
+                }
+                Err(error) => reasons.push(format!(
+                    "family {} ({}): {}",
+                    family.number,
+                    family.name,
+                    chain(&error)
+                )),
+            }
+        }
+        if reasons.is_empty() { Ok(()) } else { Err(reasons) }
+    }
+
+    fn executor_config(&self, number: u64, class: Class) -> ExecutorConfig {
+        ExecutorConfig {
+            family: number,
+            class,
+            state_dir: self.state_dir_of(number),
+            store: Arc::clone(&self.shared.store),
+            room: Arc::clone(&self.shared.room),
+            features: self.shared.features.clone(),
+            limbo_bytes: self.shared.limbo_bytes,
+        }
+    }
+
+    fn state_dir_of(&self, number: u64) -> PathBuf {
+        self.shared.state_dir.join(format!("family-{number}"))
+    }
+
+    fn facts_path(&self, number: u64) -> PathBuf {
+        self.shared.state_dir.join(format!("family-{number}.toml"))
+    }
+
+    fn forget_files(&self, number: u64) {
+        for result in [
+            fs::remove_dir_all(self.state_dir_of(number)),
+            fs::remove_file(self.facts_path(number)),
+        ] {
+            if let Err(error) = result
+                && error.kind() != io::ErrorKind::NotFound
+            {
+                tracing::warn!(family = number, %error, "removing the state of a family");
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        // Each change is one insert or remove: the map is whole even if somebody panicked.
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Family {
+    fn new(number: u64, facts: FamilyFacts, executor: Arc<Executor>) -> Self {
+        let FamilyFacts { secret: Secret(secret), name, class, uid } = facts;
+        Self { number, secret, name, class, uid, executor, members: Mutex::default() }
+    }
+
+    /// For lists.
+    #[must_use]
+    pub const fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Its executor.
+    #[must_use]
+    pub const fn executor(&self) -> &Arc<Executor> {
+        &self.executor
+    }
+
+    /// The attached process with this pid.
+    #[must_use]
+    pub fn find_process(&self, pid: i32) -> Option<ProcId> {
+        self.executor.processes().iter().find(|process| process.pid == pid).map(|found| found.proc)
+    }
+
+    /// Notes a process that has shown itself, perhaps again.
+    pub fn joined(&self, proc: ProcId, uid: u32) {
+        self.lock().entry(proc).or_insert(Member { uid, regions: BTreeMap::new() });
+    }
+
+    /// Forgets processes that are no more. A connection's end alone does not mean that.
+    fn forget_gone(&self) {
+        // Locked first: whoever attaches after the look is noted after it, too.
+        let mut members = self.lock();
+        let living: BTreeSet<ProcId> =
+            self.executor.processes().iter().map(|process| process.proc).collect();
+        members.retain(|proc, _| living.contains(proc));
+    }
+
+    /// Notes the name of a region.
+    pub fn named(&self, proc: ProcId, region: u32, name: String) {
+        if let Some(member) = self.lock().get_mut(&proc)
+            && !name.is_empty()
+        {
+            member.regions.insert(region, name);
+        }
+    }
+
+    /// Forgets the name of a region.
+    pub fn dropped(&self, proc: ProcId, region: u32) {
+        if let Some(member) = self.lock().get_mut(&proc) {
+            member.regions.remove(&region);
+        }
+    }
+
+    /// Its processes, those that `uid` may see (`None`: all).
+    #[must_use]
+    pub fn client_rows(&self, uid: Option<u32>) -> Vec<ClientRow> {
+        let stats = self.executor.stats();
+        let members = self.lock().clone();
+        self.executor
+            .processes()
+            .into_iter()
+            .filter_map(|process| {
+                // A child that has not shown itself is its family's.
+                let owner = members.get(&process.proc).map_or(self.uid, |member| member.uid);
+                uid.is_none_or(|uid| uid == owner).then(|| ClientRow {
+                    family: self.number,
+                    pid: process.pid,
+                    helper_pid: process.helper_pid,
+                    name: self.name.clone(),
+                    class: class_name(self.class).to_owned(),
+                    uid: owner,
+                    forked: process.forked,
+                    regions: process.regions,
+                    stats,
+                })
+            })
+            .collect()
+    }
+
+    /// Its regions, those that `uid` may see (`None`: all): addresses are nobody else's business.
+    #[must_use]
+    pub fn region_rows(&self, uid: Option<u32>) -> Vec<RegionRow> {
+        let members = self.lock().clone();
+        self.executor
+            .regions()
+            .into_iter()
+            .filter_map(|(proc, mut row)| {
+                let member = members.get(&proc);
+                let owner = member.map_or(self.uid, |member| member.uid);
+                if let Some(name) = member.and_then(|member| member.regions.get(&row.region)) {
+                    row.name.clone_from(name);
+                }
+                uid.is_none_or(|uid| uid == owner).then_some(row)
+            })
+            .collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<ProcId, Member>> {
+        // Each change is one insert or remove: the map is whole even if somebody panicked.
+        self.members.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Counters without the gauges: what a family held it holds no more.
+const fn history_of(stats: FamilyStats) -> FamilyStats {
+    FamilyStats {
+        dram_now_bytes: 0,
+        limbo_now_bytes: 0,
+        credit_now_bytes: 0,
+        parked_now_bytes: 0,
+        slots_now_bytes: 0,
+        budget_now_bytes: 0,
+        pinned_now_bytes: 0,
+        ..stats
+    }
+}
+
+/// How a class is written.
+#[must_use]
+pub const fn class_name(class: Class) -> &'static str {
+    match class {
+        Class::Latency => "latency",
+        Class::Standard => "standard",
+        Class::Bulk => "bulk",
+    }
+}
+
+/// An error with its causes, on one line.
+#[must_use]
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        cause = error.source();
+    }
+    text
+}
+
+/// A number that nobody can guess.
+///
+/// # Errors
+/// When the kernel's generator cannot be read.
+pub fn draw_secret() -> io::Result<u64> {
+    let mut bytes = [0; 8];
+    fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(u64::from_ne_bytes(bytes))
+}
+
+/// `N` of `family-N` and `family-N.toml`.
+fn number_of(name: &str) -> Option<u64> {
+    let number = name.strip_prefix("family-")?;
+    number.strip_suffix(".toml").unwrap_or(number).parse().ok()
+}
+
+fn write_facts(path: &Path, facts: &FamilyFacts) -> io::Result<()> {
+    let text = toml::to_string(facts).map_err(io::Error::other)?;
+    let mut file = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
+    file.write_all(text.as_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn facts_read_back() {
+        let facts = FamilyFacts {
+            secret: Secret(u64::MAX - 1),
+            name: "a \"b\"\u{fffd}".to_owned(),
+            class: Class::Bulk,
+            uid: u32::MAX,
+        };
+        let text = toml::to_string(&facts).unwrap();
+        assert_eq!(toml::from_str::<FamilyFacts>(&text).unwrap(), facts);
+        assert!(toml::from_str::<FamilyFacts>(&format!("{text}x = 1\n")).is_err());
+    }
+
+    #[test]
+    fn only_our_names_are_numbers() {
+        assert_eq!(number_of("family-17"), Some(17));
+        assert_eq!(number_of("family-17.toml"), Some(17));
+        for name in ["family-", "family-x", "family-1.txt", "store", "lock", "xfamily-1"] {
+            assert_eq!(number_of(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn gauges_of_an_ended_family_are_not_carried_on() {
+        let stats = FamilyStats { faults: 3, dram_now_bytes: 5, ..FamilyStats::default() };
+        let history = history_of(stats);
+        assert_eq!((history.faults, history.dram_now_bytes), (3, 0));
+    }
+}

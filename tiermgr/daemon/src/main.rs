@@ -1,0 +1,218 @@
+//! `tiermgrd`: reads its settings, becomes keeper and serving process, and serves.
+
+#![forbid(unsafe_code)]
+
+use clap::Parser;
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+use std::ffi::OsStr;
+use std::io::{self, Write};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, ExitCode};
+use tiermgr_daemon::cli::Cli;
+use tiermgr_daemon::config::{Config, LogLevel};
+use tiermgr_daemon::daemon::{self, Identity, Watched};
+use tiermgr_daemon::families::chain;
+use tiermgr_daemon::keeper::{self, Call, Outcome};
+use tiermgr_daemon::{exit, notify, start};
+use tiermgr_sys::{pidfd, process};
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    ExitCode::from(run(&cli))
+}
+
+fn run(cli: &Cli) -> u8 {
+    if cli.print_config {
+        return print(&Config::default().render());
+    }
+    if let Some(path) = &cli.check_config {
+        return match Config::load(Some(path)) {
+            Ok(config) => print(&config.render()),
+            Err(error) => complain(&chain(&error), exit::USAGE),
+        };
+    }
+    let config = match cli.settings() {
+        Ok(config) => config,
+        Err(error) => {
+            let text = chain(&error);
+            tell_maker(cli, &text);
+            return complain(&text, exit::USAGE);
+        }
+    };
+    if let Some(error) = shed_preloads() {
+        return complain(&format!("starting again without LD_PRELOAD: {error}"), exit::START);
+    }
+    begin_log(config.log_level);
+    let leavings = Leavings::expected(cli, &config);
+    if let Err(error) = process::set_name("tiermgrd-keeper") {
+        tracing::debug!(%error, "naming the keeper");
+    }
+    match keeper::run(|call| serve(cli, &config, call)) {
+        Ok(Outcome::Served(code)) => code,
+        Ok(Outcome::Kept(code)) => {
+            leavings.remove(code);
+            code
+        }
+        Err(error) => complain(&format!("making the serving process: {error}"), exit::START),
+    }
+}
+
+/// The life of one serving process.
+fn serve(cli: &Cli, config: &Config, call: Call) -> u8 {
+    if let Err(error) = process::set_name("tiermgrd") {
+        tracing::debug!(%error, "naming the serving process");
+    }
+    let identity = Identity {
+        keeper_pid: call.keeper_pid,
+        restarts: call.restarts,
+        uid: nix::unistd::geteuid().as_raw(),
+        embedded: cli.embedded,
+    };
+    let signals = match signal_fd() {
+        Ok(signals) => signals,
+        Err(error) => return complain(&format!("making a signalfd: {error}"), exit::START),
+    };
+    let watched = Watched {
+        keeper: watch(call.keeper_pid),
+        maker: if cli.embedded { call.maker_pid.and_then(watch) } else { None },
+    };
+    let (daemon, listener) = match start::start(config, identity) {
+        Ok(started) => started,
+        Err(error) => {
+            let text = chain(&error);
+            if call.restarts == 0 && cli.ready_fd.is_some() {
+                tell_maker(cli, &text);
+            } else {
+                tracing::error!("cannot start: {text}");
+            }
+            return exit::START;
+        }
+    };
+    if call.restarts == 0 {
+        tell_maker(cli, "ready");
+    }
+    tell_service_manager("READY=1");
+    let result = daemon::serve(&daemon, &listener, &signals, watched);
+    tell_service_manager("STOPPING=1");
+    match result {
+        Ok(()) => exit::OK,
+        Err(error) => {
+            tracing::error!(%error, "waiting for connections");
+            exit::DIED
+        }
+    }
+}
+
+fn signal_fd() -> nix::Result<SignalFd> {
+    let mut set = SigSet::empty();
+    set.add(Signal::SIGTERM);
+    set.add(Signal::SIGINT);
+    SignalFd::with_flags(&set, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
+}
+
+fn watch(pid: i32) -> Option<std::os::fd::OwnedFd> {
+    pidfd::open(pid).map_err(|error| tracing::warn!(pid, %error, "watching a process")).ok()
+}
+
+/// A preloaded allocator would have the daemon wait for itself. The linker has read the variable by
+/// now, so the only way out is to start over.
+fn shed_preloads() -> Option<io::Error> {
+    let is_set = std::env::var_os("LD_PRELOAD").is_some_and(|value| value != OsStr::new(""));
+    is_set.then(|| {
+        Command::new("/proc/self/exe")
+            .args(std::env::args_os().skip(1))
+            .env_remove("LD_PRELOAD")
+            .exec()
+    })
+}
+
+fn begin_log(level: LogLevel) {
+    let log = tracing_subscriber::fmt()
+        .with_max_level(level.filter())
+        .with_writer(io::stderr)
+        .with_ansi(false)
+        .with_target(false);
+    // The journal has the time already.
+    if std::env::var_os("JOURNAL_STREAM").is_some() {
+        log.without_time().init();
+    } else {
+        log.init();
+    }
+}
+
+fn tell_maker(cli: &Cli, line: &str) {
+    if let Some(fd) = cli.ready_fd
+        && let Err(error) = notify::ready_fd(fd, line)
+    {
+        tracing::warn!(fd, %error, "writing to the descriptor of --ready-fd");
+    }
+}
+
+fn tell_service_manager(state: &str) {
+    if let Err(error) = notify::service_manager(state) {
+        tracing::warn!(%error, "telling the service manager");
+    }
+}
+
+/// What is to be removed at the end. A daemon that did not come as far as to serve removes only what was
+/// not there before it: another daemon may be using the rest.
+struct Leavings<'a> {
+    config: &'a Config,
+    embedded: bool,
+    state_is_new: bool,
+    store_is_new: bool,
+}
+
+impl<'a> Leavings<'a> {
+    fn expected(cli: &Cli, config: &'a Config) -> Self {
+        Self {
+            config,
+            embedded: cli.embedded,
+            state_is_new: !config.state_dir.exists(),
+            store_is_new: !config.store.path.exists(),
+        }
+    }
+
+    fn remove(&self, code: u8) {
+        let served = code == exit::OK;
+        if served {
+            remove(&self.config.socket, |path| std::fs::remove_file(path));
+        }
+        if !self.embedded {
+            return;
+        }
+        if served || self.state_is_new {
+            remove(&self.config.state_dir, |path| std::fs::remove_dir_all(path));
+        }
+        if self.store_is_new {
+            remove(&self.config.store.path, |path| std::fs::remove_file(path));
+        }
+        if served && let Some(folder) = self.config.socket.parent() {
+            // It is the maker's, and goes with us unless there is something else in it.
+            drop(std::fs::remove_dir(folder));
+        }
+    }
+}
+
+fn remove(path: &Path, how: impl FnOnce(&Path) -> io::Result<()>) {
+    if let Err(error) = how(path)
+        && error.kind() != io::ErrorKind::NotFound
+    {
+        tracing::warn!(path = %path.display(), %error, "removing");
+    }
+}
+
+fn print(text: &str) -> u8 {
+    match io::stdout().write_all(text.as_bytes()) {
+        Ok(()) => exit::OK,
+        Err(error) => complain(&format!("writing to stdout: {error}"), exit::START),
+    }
+}
+
+fn complain(text: &str, code: u8) -> u8 {
+    // With stderr closed there is nobody left to tell.
+    drop(writeln!(io::stderr(), "tiermgrd: {text}"));
+    code
+}

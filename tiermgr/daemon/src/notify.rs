@@ -1,0 +1,32 @@
+//! Tells whoever started the daemon that it is ready, or why it is not.
+
+use std::fs::OpenOptions;
+use std::io::{self, Write};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+
+/// Writes a line to descriptor `fd` (`--ready-fd`): `ready`, or the reason.
+///
+/// # Errors
+/// Where there is no such descriptor or its reader has gone.
+pub fn ready_fd(fd: i32, line: &str) -> io::Result<()> {
+    // Opening it anew needs no claim to own the number.
+    let mut file = OpenOptions::new().append(true).open(format!("/proc/self/fd/{fd}"))?;
+    file.write_all(format!("{}\n", line.replace('\n', " ")).as_bytes())
+}
+
+/// Sends `state` to the service manager, where there is one (`NOTIFY_SOCKET`).
+///
+/// # Errors
+/// Where there is one and it cannot be reached.
+pub fn service_manager(state: &str) -> io::Result<()> {
+    let Some(name) = std::env::var_os("NOTIFY_SOCKET") else { return Ok(()) };
+    let name = name.into_encoded_bytes();
+    let address = match name.strip_prefix(b"@") {
+        Some(name) => SocketAddr::from_abstract_name(name)?,
+        None => SocketAddr::from_pathname(std::path::Path::new(
+            std::str::from_utf8(&name).map_err(io::Error::other)?,
+        ))?,
+    };
+    UnixDatagram::unbound()?.send_to_addr(state.as_bytes(), &address).map(drop)
+}

@@ -1,0 +1,378 @@
+//! From settings to a daemon that serves: everything that can fail before the first client.
+//!
+//! Runs in the serving process, after the keeper made it, and again after each restart: what is opened
+//! here (the store with its lock above all) is closed by the keeper when the serving process dies.
+
+use crate::admit::{Admission, CONNECTIONS_MAX};
+use crate::config::{Config, DRAM_BYTES_MIN, LIMBO_BYTES_MIN, StoreSize};
+use crate::daemon::{Daemon, Identity};
+use crate::families::{Families, Shared};
+use crate::memory;
+use crate::size::Size;
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
+use nix::sys::statfs;
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+use tiermgr_core::units::CHUNK_BYTES;
+use tiermgr_engine::room::Room;
+use tiermgr_engine::store::{self, Store, StoreConfig};
+use tiermgr_sys::disk;
+use tiermgr_sys::probe::{KernelFeatures, ProbeError};
+use tiermgr_sys::process;
+use tiermgr_sys::sock::Listener;
+use tiermgr_sys::uffd::{DeviceError, DeviceFd};
+
+/// Each process of a family costs up to four descriptors; forks are bounded by what there is, since a
+/// FORK event that finds no free descriptor comes back for ever.
+const OPEN_FILES_WANTED: u64 = 1 << 20;
+/// Below this, many clients with many children may not fit.
+const OPEN_FILES_ENOUGH: u64 = 1 << 14;
+/// What the first family will take for staging, rounded up: kept back before anybody asks.
+const STAGING_BYTES: u64 = 16 << 20;
+/// Limbo is at most this share of the DRAM limit.
+const LIMBO_SHARE: u64 = 4;
+
+/// Why the daemon cannot serve.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// Making, reading or protecting a folder.
+    #[error("{what} {}", path.display())]
+    Folder {
+        /// What was being done.
+        what: &'static str,
+        /// Where.
+        path: PathBuf,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
+    /// Others could read or write the state.
+    #[error(
+        "the state directory {} belongs to user {uid} with mode {mode:04o}; it must belong to user \
+         {wanted} with mode 0700 (chown and chmod it, or remove it)",
+        path.display()
+    )]
+    Exposed {
+        /// Where.
+        path: PathBuf,
+        /// Its owner.
+        uid: u32,
+        /// Its permissions.
+        mode: u32,
+        /// Who should own it.
+        wanted: u32,
+    },
+    /// Another daemon.
+    #[error("another tiermgrd uses the state directory {} (`tiermgrctl status` shows it)", .0.display())]
+    InUse(PathBuf),
+    /// The DRAM limit cannot hold the daemon itself.
+    #[error(
+        "a DRAM limit of {limit} leaves nothing for programs: the daemon itself takes {own}; allow at \
+         least {least}"
+    )]
+    TooLittleDram {
+        /// The limit.
+        limit: Size,
+        /// Taken by the daemon.
+        own: Size,
+        /// What would do.
+        least: Size,
+    },
+    /// `/dev/userfaultfd`.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// The kernel lacks what cannot be done without, or a feature's name is wrong.
+    #[error(transparent)]
+    Probe(#[from] ProbeError),
+    /// The kernel lacks what cannot be done without.
+    #[error("the kernel lacks {0}, which tiermgrd cannot do without (see `tiermgrctl doctor`)")]
+    Lacking(String),
+    /// The store.
+    #[error(transparent)]
+    Store(#[from] store::StoreError),
+    /// The socket.
+    #[error(
+        "listening on {} (is another tiermgrd running? is the folder writable?)",
+        path.display()
+    )]
+    Listen {
+        /// Where.
+        path: PathBuf,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
+    /// The socket's group.
+    #[error("there is no group `{0}` (`socket_group` in the configuration; make it with groupadd)")]
+    Group(String),
+    /// A descriptor or a signal.
+    #[error("{0}")]
+    Kernel(&'static str, #[source] io::Error),
+}
+
+/// How long writes of a dead daemon may take to land.
+const STORE_WAIT: Duration = Duration::from_secs(60);
+const STORE_LOOK_EVERY: Duration = Duration::from_millis(5);
+/// Who holds a lock on this file of the state directory uses the directory.
+const LOCK_NAME: &str = "lock";
+/// Which boot the state directory is of.
+const BOOT_NAME: &str = "boot";
+
+/// Features without which no page can be served or parked.
+const INDISPENSABLE: [&str; 4] = ["uffd_event_fork", "uffd_sigbus", "io_uring", "pagemap"];
+
+/// Prepares the process, opens everything and listens.
+///
+/// # Errors
+/// [`StartError`]; what was opened is closed.
+pub fn start(config: &Config, identity: Identity) -> Result<(Arc<Daemon>, Listener), StartError> {
+    let mut warnings = Vec::new();
+    prepare_process(&mut warnings);
+    let machine_bytes = memory::machine_bytes().unwrap_or(u64::MAX);
+    let dram_bytes = config.dram.bytes(machine_bytes);
+    if dram_bytes < DRAM_BYTES_MIN {
+        return Err(StartError::TooLittleDram {
+            limit: Size(dram_bytes),
+            own: Size(STAGING_BYTES),
+            least: Size(DRAM_BYTES_MIN),
+        });
+    }
+    if dram_bytes > machine_bytes {
+        let text = format!(
+            "a DRAM limit of {} is more than the machine has ({}): nothing will ever be parked",
+            Size(dram_bytes),
+            Size(machine_bytes)
+        );
+        tracing::warn!("{text}");
+        warnings.push(text);
+    }
+    let state_lock = prepare_state_dir(&config.state_dir, identity, &mut warnings)?;
+    let device = DeviceFd::open()?;
+    let features = KernelFeatures::probe(&config.assume_missing)?;
+    let lacking: Vec<&str> =
+        features.missing().into_iter().filter(|name| INDISPENSABLE.contains(name)).collect();
+    if !lacking.is_empty() {
+        return Err(StartError::Lacking(lacking.join(" and ")));
+    }
+    let store = open_store(config, identity)?;
+    let own_bytes = memory::own_resident_bytes().unwrap_or(0) + STAGING_BYTES;
+    let room = Arc::new(Room::new(dram_bytes));
+    // Where pages cannot move they rest in their place, in as many chunks as limbo would have had.
+    let limbo_bytes = limbo_bytes(config.limbo.0, dram_bytes);
+    let families = Families::new(
+        Shared { store, room, features, state_dir: config.state_dir.clone(), limbo_bytes },
+        own_bytes,
+    );
+    families.recover().map_err(|source| StartError::Folder {
+        what: "reading",
+        path: config.state_dir.clone(),
+        source,
+    })?;
+    let admission = Admission::new(config.connections_per_uid, CONNECTIONS_MAX);
+    let daemon = Daemon::new(identity, families, device, admission, state_lock, warnings)
+        .map_err(|error| StartError::Kernel("making an eventfd", error))?;
+    let listener = listen(config)?;
+    tracing::info!(
+        socket = %config.socket.display(),
+        dram = %Size(dram_bytes),
+        limbo = %Size(limbo_bytes),
+        store = %config.store.path.display(),
+        restarts = identity.restarts,
+        "serving"
+    );
+    Ok((Arc::new(daemon), listener))
+}
+
+/// What a process that holds others' memory needs of the kernel. Each is worth a warning, none a
+/// refusal.
+fn prepare_process(warnings: &mut Vec<String>) {
+    let mut warn = |text: String| {
+        tracing::warn!("{text}");
+        warnings.push(text);
+    };
+    match process::raise_open_files(OPEN_FILES_WANTED) {
+        Ok(limit) if limit >= OPEN_FILES_ENOUGH => {}
+        Ok(limit) => warn(format!(
+            "only {limit} open files are allowed (LimitNOFILE): programs that fork much may hang"
+        )),
+        Err(error) => warn(format!("the limit of open files cannot be raised: {error}")),
+    }
+    if let Err(error) = process::lock_memory_on_fault() {
+        warn(format!(
+            "the daemon's memory cannot be locked ({error}; raise LimitMEMLOCK): under memory \
+             pressure a fault may wait for the daemon to be paged in"
+        ));
+    }
+    if !process::set_io_flusher() {
+        tracing::info!("the kernel does not let the daemon be an I/O flusher");
+    }
+}
+
+/// A chunk-aligned part of the DRAM limit.
+fn limbo_bytes(wanted: u64, dram_bytes: u64) -> u64 {
+    let share = dram_bytes / LIMBO_SHARE;
+    wanted.min(share - share % CHUNK_BYTES).max(LIMBO_BYTES_MIN)
+}
+
+fn open_store(config: &Config, identity: Identity) -> Result<Arc<Store>, StartError> {
+    let size_bytes = match config.store.size {
+        StoreSize::All => None,
+        StoreSize::Bytes(size) => Some(size.0),
+    };
+    let settings = StoreConfig {
+        path: config.store.path.clone(),
+        size_bytes,
+        create: config.store.create,
+        state_dir: config.state_dir.clone(),
+    };
+    let deadline = Instant::now() + STORE_WAIT;
+    loop {
+        match Store::open(&settings) {
+            Err(store::StoreError::Open(disk::StoreError::Locked { pid, .. }))
+                if is_dead(pid, identity) && Instant::now() < deadline =>
+            {
+                thread::sleep(STORE_LOOK_EVERY);
+            }
+            opened => return Ok(opened?),
+        }
+    }
+}
+
+/// Whether the holder of the store's lock is a daemon that died: its writes may land for seconds, and
+/// must have landed before a slot of theirs is used again.
+fn is_dead(holder: Option<i32>, identity: Identity) -> bool {
+    match holder {
+        Some(pid) => !Path::new("/proc").join(pid.to_string()).exists(),
+        None => identity.restarts > 0,
+    }
+}
+
+/// Makes the state directory, or makes sure that it is ours alone and of this boot.
+fn prepare_state_dir(
+    path: &Path,
+    identity: Identity,
+    warnings: &mut Vec<String>,
+) -> Result<StateLock, StartError> {
+    let folder = |what| {
+        let path = path.to_owned();
+        move |source| StartError::Folder { what, path, source }
+    };
+    if let Some(parent) = path.parent() {
+        fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o755)
+            .create(parent)
+            .map_err(folder("making"))?;
+    }
+    match fs::DirBuilder::new().mode(0o700).create(path) {
+        Ok(()) => {}
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+        Err(error) => return Err(folder("making")(error)),
+    }
+    let facts = fs::symlink_metadata(path).map_err(folder("looking at"))?;
+    let mode = facts.permissions().mode() & 0o7777;
+    if !facts.is_dir() || facts.uid() != identity.uid || mode & 0o077 != 0 {
+        return Err(StartError::Exposed {
+            path: path.to_owned(),
+            uid: facts.uid(),
+            mode,
+            wanted: identity.uid,
+        });
+    }
+    if statfs::statfs(path).is_ok_and(|fs| fs.filesystem_type() != statfs::TMPFS_MAGIC) {
+        let text = format!(
+            "the state directory {} is not on a tmpfs: keeping records there is slow, and wears the \
+             disk",
+            path.display()
+        );
+        tracing::warn!("{text}");
+        warnings.push(text);
+    }
+    let lock = lock_state_dir(path)?;
+    forget_earlier_boot(path).map_err(folder("clearing"))?;
+    Ok(lock)
+}
+
+/// Held for as long as a serving process lives; the keeper closes it with everything else.
+pub type StateLock = Flock<File>;
+
+fn lock_state_dir(path: &Path) -> Result<StateLock, StartError> {
+    let name = path.join(LOCK_NAME);
+    let file = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .open(&name)
+        .map_err(|source| StartError::Folder { what: "making", path: name.clone(), source })?;
+    Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_file, error)| match error {
+        Errno::EWOULDBLOCK => StartError::InUse(path.to_owned()),
+        error => StartError::Folder { what: "locking", path: name, source: error.into() },
+    })
+}
+
+/// Records are of address spaces, and none of those outlives the boot; on a tmpfs the records do not
+/// either.
+fn forget_earlier_boot(path: &Path) -> io::Result<()> {
+    let name = path.join(BOOT_NAME);
+    let current = fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
+    if fs::read_to_string(&name).is_ok_and(|recorded| recorded == current) {
+        return Ok(());
+    }
+    for entry in fs::read_dir(path)? {
+        let entry = entry?;
+        if entry.file_name() == LOCK_NAME {
+            continue;
+        }
+        if entry.file_type()?.is_dir() {
+            fs::remove_dir_all(entry.path())?;
+        } else {
+            fs::remove_file(entry.path())?;
+        }
+    }
+    fs::write(&name, current)
+}
+
+fn listen(config: &Config) -> Result<Listener, StartError> {
+    let path = &config.socket;
+    let fail = |source| StartError::Listen { path: path.clone(), source };
+    if let Some(folder) = path.parent() {
+        fs::DirBuilder::new().recursive(true).mode(0o755).create(folder).map_err(fail)?;
+    }
+    let group = match config.socket_group.as_str() {
+        "" => None,
+        name => Some(
+            nix::unistd::Group::from_name(name)
+                .map_err(|error| fail(error.into()))?
+                .ok_or_else(|| StartError::Group(name.to_owned()))?,
+        ),
+    };
+    // Opened to others only once its group is right.
+    let first_mode = if group.is_some() { 0o600 } else { config.socket_mode.0 };
+    let listener = Listener::bind(path, first_mode).map_err(fail)?;
+    if let Some(group) = group {
+        std::os::unix::fs::chown(path, None, Some(group.gid.as_raw())).map_err(fail)?;
+        fs::set_permissions(path, fs::Permissions::from_mode(config.socket_mode.0))
+            .map_err(fail)?;
+    }
+    Ok(listener)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limbo_is_a_part_of_dram_in_whole_chunks() {
+        assert_eq!(limbo_bytes(256 << 20, 24 << 30), 256 << 20);
+        assert_eq!(limbo_bytes(256 << 20, 129 << 20), 32 << 20);
+        assert_eq!(limbo_bytes(256 << 20, DRAM_BYTES_MIN), LIMBO_BYTES_MIN);
+        assert!(limbo_bytes(256 << 20, (100 << 20) + 12345).is_multiple_of(CHUNK_BYTES));
+    }
+}
