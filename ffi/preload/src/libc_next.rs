@@ -1,0 +1,88 @@
+//! The functions that ours stand in front of.
+//!
+//! `dlsym` may allocate, and so may whoever asks while it runs: until it has answered, callers are
+//! sent to [`crate::bootstrap`].
+
+use std::ffi::{CStr, c_int, c_void};
+use std::sync::atomic::{AtomicPtr, AtomicU8, Ordering};
+
+const UNKNOWN: u8 = 0;
+const ASKING: u8 = 1;
+const KNOWN: u8 = 2;
+
+static STAGE: AtomicU8 = AtomicU8::new(UNKNOWN);
+
+macro_rules! next {
+    ($($field:ident = $symbol:literal: fn($($argument:ty),*) -> $result:ty;)*) => {
+        struct Found {
+            $($field: AtomicPtr<c_void>,)*
+        }
+
+        static FOUND: Found = Found {
+            $($field: AtomicPtr::new(std::ptr::null_mut()),)*
+        };
+
+        fn look_up() {
+            $(FOUND.$field.store(symbol($symbol), Ordering::Relaxed);)*
+        }
+
+        /// The functions behind ours. All are there.
+        #[derive(Clone, Copy)]
+        pub(crate) struct Next {
+            $(pub(crate) $field: unsafe extern "C" fn($($argument),*) -> $result,)*
+        }
+
+        fn collect() -> Next {
+            Next {
+                $($field: {
+                    let function = FOUND.$field.load(Ordering::Relaxed);
+                    // SAFETY: `symbol` gave the address of the C function of that name, whose type
+                    // is this one.
+                    unsafe {
+                        std::mem::transmute::<
+                            *mut c_void,
+                            unsafe extern "C" fn($($argument),*) -> $result,
+                        >(function)
+                    }
+                },)*
+            }
+        }
+    };
+}
+
+next! {
+    malloc = c"malloc": fn(usize) -> *mut c_void;
+    calloc = c"calloc": fn(usize, usize) -> *mut c_void;
+    realloc = c"realloc": fn(*mut c_void, usize) -> *mut c_void;
+    free = c"free": fn(*mut c_void) -> ();
+    memalign = c"memalign": fn(usize, usize) -> *mut c_void;
+    posix_memalign = c"posix_memalign": fn(*mut *mut c_void, usize, usize) -> c_int;
+    aligned_alloc = c"aligned_alloc": fn(usize, usize) -> *mut c_void;
+    malloc_usable_size = c"malloc_usable_size": fn(*mut c_void) -> usize;
+    close = c"close": fn(c_int) -> c_int;
+    dup2 = c"dup2": fn(c_int, c_int) -> c_int;
+    dup3 = c"dup3": fn(c_int, c_int, c_int) -> c_int;
+}
+
+/// The functions, or `None` while they are being looked for.
+pub(crate) fn next() -> Option<Next> {
+    if STAGE.load(Ordering::Acquire) == KNOWN { Some(collect()) } else { find() }
+}
+
+#[cold]
+fn find() -> Option<Next> {
+    if STAGE.compare_exchange(UNKNOWN, ASKING, Ordering::Acquire, Ordering::Acquire).is_ok() {
+        look_up();
+        STAGE.store(KNOWN, Ordering::Release);
+    }
+    (STAGE.load(Ordering::Acquire) == KNOWN).then(collect)
+}
+
+fn symbol(name: &CStr) -> *mut c_void {
+    // SAFETY: the name ends with a zero byte. RTLD_NEXT: in the libraries behind this one.
+    let function = unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) };
+    if function.is_null() {
+        crate::log::fatal(format_args!("no library provides {}", name.to_string_lossy()));
+    }
+    function
+}

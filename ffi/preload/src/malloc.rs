@@ -1,0 +1,308 @@
+//! The exported functions. Results, `errno` and corner cases are those of glibc's manual.
+
+use crate::libc_next::{Next, next};
+use crate::route::{self, Outcome};
+use crate::{bootstrap, errno, log};
+use std::ffi::{c_int, c_void};
+use std::ptr;
+
+/// What malloc promises on 64-bit machines.
+const ALIGN: usize = 16;
+/// Alignments above are left to libc.
+const ALIGN_MAX: usize = tiermgr::heap::ALIGN_MAX;
+
+fn no_memory() -> *mut c_void {
+    errno::set(libc::ENOMEM);
+    ptr::null_mut()
+}
+
+fn page_bytes() -> usize {
+    tiermgr::space::page_bytes()
+}
+
+/// Asks for a large block. `Ok(null)`: refused, `errno` is set. `Err`: libc is to serve it.
+fn large(bytes: usize, align: usize, zeroed: bool) -> Result<*mut c_void, ()> {
+    if align > ALIGN_MAX || !align.is_power_of_two() {
+        return Err(());
+    }
+    let before = errno::get();
+    let outcome = route::allocate(bytes, align);
+    errno::set(before);
+    match outcome {
+        Outcome::Libc => Err(()),
+        Outcome::Refused => Ok(no_memory()),
+        Outcome::Block { address, is_zero } => {
+            if zeroed && !is_zero {
+                // SAFETY: the block is new, nobody else's, and at least `bytes` long.
+                unsafe { address.write_bytes(0, bytes) };
+            }
+            Ok(address.cast())
+        }
+    }
+}
+
+/// A new block from whoever is responsible for its size.
+fn allocate(
+    bytes: usize,
+    align: usize,
+    from_libc: impl FnOnce(Next) -> *mut c_void,
+) -> *mut c_void {
+    if route::is_large(bytes)
+        && let Ok(block) = large(bytes, align, false)
+    {
+        return block;
+    }
+    match next() {
+        Some(next) => from_libc(next),
+        None => early(bytes, align),
+    }
+}
+
+fn early(bytes: usize, align: usize) -> *mut c_void {
+    let block = bootstrap::allocate(bytes, align);
+    if block.is_null() { no_memory() } else { block.cast() }
+}
+
+#[cold]
+fn invalid(function: &str, block: *mut c_void) -> ! {
+    log::fatal(format_args!("{function}(): {block:p} is not the address of a live block"))
+}
+
+/// # Safety
+/// As ISO C 7.24.3 says; the same holds for every function here.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn malloc(bytes: usize) -> *mut c_void {
+    // SAFETY: the next function has the contract of this one.
+    allocate(bytes, ALIGN, |next| unsafe { (next.malloc)(bytes) })
+}
+
+/// # Safety
+/// See [`malloc`].
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn calloc(count: usize, size: usize) -> *mut c_void {
+    let Some(bytes) = count.checked_mul(size) else { return no_memory() };
+    if route::is_large(bytes)
+        && let Ok(block) = large(bytes, ALIGN, true)
+    {
+        return block;
+    }
+    match next() {
+        // SAFETY: the next function has the contract of this one.
+        Some(next) => unsafe { (next.calloc)(count, size) },
+        None => early(bytes, ALIGN),
+    }
+}
+
+/// # Safety
+/// See [`malloc`].
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn free(block: *mut c_void) {
+    if let Some(client) = route::owner(block as usize) {
+        let before = errno::get();
+        if client.free(block as usize).is_err() {
+            invalid("free", block);
+        }
+        errno::set(before);
+    } else if !bootstrap::owns(block as usize)
+        && let Some(next) = next()
+    {
+        // SAFETY: whose the block is was asked above; the rest is libc's.
+        unsafe { (next.free)(block) };
+    }
+}
+
+/// # Safety
+/// See [`malloc`].
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn realloc(block: *mut c_void, bytes: usize) -> *mut c_void {
+    if block.is_null() {
+        // SAFETY: same contract.
+        return unsafe { malloc(bytes) };
+    }
+    if let Some(client) = route::owner(block as usize) {
+        let Ok(usable) = client.heap().usable_bytes(block as usize) else {
+            invalid("realloc", block)
+        };
+        if bytes == 0 {
+            // SAFETY: a live block, which the caller gives up.
+            unsafe { free(block) };
+            return ptr::null_mut();
+        }
+        if route::may_stay(bytes) {
+            let before = errno::get();
+            let resized = client.heap().resize(block as usize, bytes);
+            errno::set(before);
+            if resized == Ok(true) {
+                return block;
+            }
+        }
+        // SAFETY: a live block of `usable` bytes.
+        return unsafe { moved(block, usable, bytes) };
+    }
+    if bootstrap::owns(block as usize) {
+        let usable = bootstrap::bytes_of(block.cast());
+        // SAFETY: a live block of `usable` bytes.
+        return unsafe { moved(block, usable, bytes) };
+    }
+    let Some(next) = next() else { return no_memory() };
+    if route::is_large(bytes) {
+        // SAFETY: neither ours nor an early one: libc's.
+        let usable = unsafe { (next.malloc_usable_size)(block) };
+        if let Ok(new) = large(bytes, ALIGN, false) {
+            if !new.is_null() {
+                // SAFETY: both have that many bytes, and the new one is nobody else's.
+                unsafe {
+                    ptr::copy_nonoverlapping(block.cast::<u8>(), new.cast(), usable.min(bytes))
+                };
+                // SAFETY: libc's, and given up by the caller.
+                unsafe { (next.free)(block) };
+            }
+            return new;
+        }
+    }
+    // SAFETY: the next function has the contract of this one.
+    unsafe { (next.realloc)(block, bytes) }
+}
+
+/// # Safety
+/// `block` is live, has `usable` bytes, and is given up by the caller if the result is not null.
+unsafe fn moved(block: *mut c_void, usable: usize, bytes: usize) -> *mut c_void {
+    // SAFETY: malloc has no preconditions.
+    let new = unsafe { malloc(bytes) };
+    if !new.is_null() {
+        // SAFETY: both have that many bytes, and the new one is nobody else's.
+        unsafe { ptr::copy_nonoverlapping(block.cast::<u8>(), new.cast(), usable.min(bytes)) };
+        // SAFETY: by contract.
+        unsafe { free(block) };
+    }
+    new
+}
+
+/// # Safety
+/// See [`malloc`].
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn reallocarray(
+    block: *mut c_void,
+    count: usize,
+    size: usize,
+) -> *mut c_void {
+    match count.checked_mul(size) {
+        // SAFETY: same contract.
+        Some(bytes) => unsafe { realloc(block, bytes) },
+        None => no_memory(),
+    }
+}
+
+/// # Safety
+/// See [`malloc`].
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn posix_memalign(
+    block_out: *mut *mut c_void,
+    align: usize,
+    bytes: usize,
+) -> c_int {
+    if !align.is_power_of_two() || !align.is_multiple_of(size_of::<*mut c_void>()) {
+        return libc::EINVAL;
+    }
+    // POSIX leaves errno alone here: the result is the error.
+    let before = errno::get();
+    if route::is_large(bytes)
+        && let Ok(block) = large(bytes, align, false)
+    {
+        errno::set(before);
+        if block.is_null() {
+            return libc::ENOMEM;
+        }
+        // SAFETY: by contract.
+        unsafe { block_out.write(block) };
+        return 0;
+    }
+    match next() {
+        // SAFETY: the next function has the contract of this one.
+        Some(next) => unsafe { (next.posix_memalign)(block_out, align, bytes) },
+        None => {
+            let block = early(bytes, align);
+            errno::set(before);
+            if block.is_null() {
+                return libc::ENOMEM;
+            }
+            // SAFETY: by contract.
+            unsafe { block_out.write(block) };
+            0
+        }
+    }
+}
+
+/// # Safety
+/// See [`malloc`].
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn aligned_alloc(align: usize, bytes: usize) -> *mut c_void {
+    // SAFETY: the next function has the contract of this one.
+    allocate(bytes, align, |next| unsafe { (next.aligned_alloc)(align, bytes) })
+}
+
+/// # Safety
+/// See [`malloc`].
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn memalign(align: usize, bytes: usize) -> *mut c_void {
+    // SAFETY: the next function has the contract of this one.
+    allocate(bytes, align, |next| unsafe { (next.memalign)(align, bytes) })
+}
+
+/// # Safety
+/// See [`malloc`].
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn valloc(bytes: usize) -> *mut c_void {
+    // SAFETY: same contract.
+    unsafe { memalign(page_bytes(), bytes) }
+}
+
+/// # Safety
+/// See [`malloc`].
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn pvalloc(bytes: usize) -> *mut c_void {
+    match bytes.checked_next_multiple_of(page_bytes()) {
+        // SAFETY: same contract.
+        Some(whole) => unsafe { memalign(page_bytes(), whole) },
+        None => no_memory(),
+    }
+}
+
+/// # Safety
+/// See [`malloc`].
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn malloc_usable_size(block: *mut c_void) -> usize {
+    if block.is_null() {
+        return 0;
+    }
+    if let Some(client) = route::owner(block as usize) {
+        return client.heap().usable_bytes(block as usize).unwrap_or(0);
+    }
+    if bootstrap::owns(block as usize) {
+        return bootstrap::bytes_of(block.cast());
+    }
+    // SAFETY: the next function has the contract of this one.
+    next().map_or(0, |next| unsafe { (next.malloc_usable_size)(block) })
+}
+
+// What malloc and its kin promise is tested from C (`tests/malloc/conformance.c`): in a Rust test
+// the compiler knows functions of these names, and leaves out calls whose outcome it foresees.
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[expect(clippy::multiple_unsafe_ops_per_block, reason = "a program that uses malloc")]
+    fn early_blocks_can_be_resized_and_freed() {
+        // SAFETY: the contract of malloc, kept here.
+        unsafe {
+            let early = early(10, ALIGN);
+            early.cast::<u8>().write_bytes(7, 10);
+            assert_eq!(malloc_usable_size(early), 10);
+            let block = realloc(early, 1000).cast::<u8>();
+            assert_eq!(block.add(9).read(), 7);
+            free(early);
+            free(block.cast());
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! Who serves a large request, and the connection that is made for the first of them.
+
+use crate::log;
+use crate::settings::{self, Settings};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
+use tiermgr::client::Client;
+use tiermgr::fork;
+use tiermgr::lock::Guarded;
+use tiermgr::status::{Error, Status};
+
+/// Sizes from here up are large. Until the settings are read, and where this library has nothing to
+/// do, no size is.
+static MIN_SIZE: AtomicUsize = AtomicUsize::new(usize::MAX);
+static CLIENT: AtomicPtr<Client> = AtomicPtr::new(std::ptr::null_mut());
+/// The settings until they were used for the one attempt to connect.
+static WAITING: Guarded<Option<Settings>> = Guarded::new(None);
+static REQUIRE: AtomicBool = AtomicBool::new(false);
+/// A fall-back to libc was reported.
+static REPORTED: AtomicBool = AtomicBool::new(false);
+
+/// What becomes of a request.
+pub(crate) enum Outcome {
+    /// Here it is.
+    Block {
+        /// Its first byte.
+        address: *mut u8,
+        /// It reads as zeros.
+        is_zero: bool,
+    },
+    /// `ENOMEM`.
+    Refused,
+    /// libc serves it.
+    Libc,
+}
+
+/// Whether a size is large.
+pub(crate) fn is_large(bytes: usize) -> bool {
+    bytes >= MIN_SIZE.load(Ordering::Relaxed)
+}
+
+/// Whether a block of this size, managed already, may stay managed. Less than the smallest managed
+/// size, so that a block whose size goes up and down does not move each time.
+pub(crate) fn may_stay(bytes: usize) -> bool {
+    bytes >= MIN_SIZE.load(Ordering::Relaxed) / 2
+}
+
+/// The client in whose arenas an address lies.
+pub(crate) fn owner(address: usize) -> Option<&'static Client> {
+    // SAFETY: the client, once published, is never freed.
+    let client = unsafe { CLIENT.load(Ordering::Acquire).as_ref() }?;
+    client.heap().owns(address).then_some(client)
+}
+
+/// Serves a large request.
+pub(crate) fn allocate(bytes: usize, align: usize) -> Outcome {
+    // SAFETY: the client, once published, is never freed.
+    let client = match unsafe { CLIENT.load(Ordering::Acquire).as_ref() } {
+        Some(client) => client,
+        None => match connect() {
+            Ok(client) => client,
+            Err(outcome) => return outcome,
+        },
+    };
+    match client.allocate(bytes, align) {
+        Ok(block) => Outcome::Block { address: block.address as *mut u8, is_zero: block.is_zero },
+        Err(error) => without(bytes, &error),
+    }
+}
+
+fn without(bytes: usize, error: &Error) -> Outcome {
+    match error.status {
+        Status::NoMemory => Outcome::Refused,
+        Status::NoRoom => {
+            report(format_args!("{bytes} bytes were refused: {error}"));
+            Outcome::Refused
+        }
+        // An allocation from within the client, or in a signal handler.
+        Status::Internal | Status::InvalidArgument => Outcome::Libc,
+        _ if REQUIRE.load(Ordering::Relaxed) => {
+            report(format_args!("{bytes} bytes were refused, as TIERMGR_REQUIRE is set: {error}"));
+            Outcome::Refused
+        }
+        _ => {
+            report(format_args!("{error}; new memory comes from libc"));
+            Outcome::Libc
+        }
+    }
+}
+
+fn report(text: std::fmt::Arguments<'_>) {
+    if !REPORTED.swap(true, Ordering::Relaxed) {
+        log::warn(text);
+    }
+}
+
+/// Connects, once in the life of a process.
+#[cold]
+fn connect() -> Result<&'static Client, Outcome> {
+    // A thread that is inside already allocates for the connection itself.
+    let mut waiting = WAITING.enter().ok_or(Outcome::Libc)?;
+    // SAFETY: the client, once published, is never freed.
+    if let Some(client) = unsafe { CLIENT.load(Ordering::Acquire).as_ref() } {
+        return Ok(client);
+    }
+    let Some(Settings { config, min_size, .. }) = waiting.take() else {
+        let refused = REQUIRE.load(Ordering::Relaxed);
+        return Err(if refused { Outcome::Refused } else { Outcome::Libc });
+    };
+    let socket = config.socket.clone();
+    match Client::connect(config) {
+        Ok(client) => {
+            let client = Box::leak(client);
+            CLIENT.store(client, Ordering::Release);
+            log::info(format_args!(
+                "connected to {}; blocks of {min_size} bytes and more are managed",
+                socket.display()
+            ));
+            Ok(client)
+        }
+        Err(error) if REQUIRE.load(Ordering::Relaxed) => {
+            report(format_args!("{error}; as TIERMGR_REQUIRE is set, large blocks are refused"));
+            Err(Outcome::Refused)
+        }
+        Err(error) => {
+            report(format_args!("{error}; all memory comes from libc"));
+            MIN_SIZE.store(usize::MAX, Ordering::Relaxed);
+            Err(Outcome::Libc)
+        }
+    }
+}
+
+unsafe extern "C" {
+    fn pthread_atfork(
+        prepare: Option<extern "C" fn()>,
+        parent: Option<extern "C" fn()>,
+        child: Option<extern "C" fn()>,
+    ) -> libc::c_int;
+}
+
+static HELD: AtomicBool = AtomicBool::new(false);
+
+extern "C" fn before_fork() {
+    HELD.store(WAITING.hold_for_fork(), Ordering::Relaxed);
+}
+
+extern "C" fn after_fork() {
+    if HELD.swap(false, Ordering::Relaxed) {
+        WAITING.release_after_fork();
+    }
+}
+
+extern "C" fn start() {
+    let Some(settings) = settings::read() else { return };
+    // Prepare handlers run in reverse: the lock here, inside which a client is made, must be taken
+    // before those of the client.
+    if let Err(error) = fork::install() {
+        log::warn(format_args!("{error}; all memory comes from libc"));
+        return;
+    }
+    // SAFETY: the handlers are functions of this library, which is never unloaded.
+    let outcome = unsafe { pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
+    if outcome != 0 {
+        log::warn(format_args!("no room for a fork handler; all memory comes from libc"));
+        return;
+    }
+    REQUIRE.store(settings.require, Ordering::Relaxed);
+    let min_size = settings.min_size;
+    if let Some(mut waiting) = WAITING.enter() {
+        *waiting = Some(settings);
+    }
+    MIN_SIZE.store(min_size, Ordering::Release);
+}
+
+#[cfg(not(test))]
+#[used]
+#[unsafe(link_section = ".init_array")]
+static START: extern "C" fn() = start;
+
+#[cfg(test)]
+const _: extern "C" fn() = start;

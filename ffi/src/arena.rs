@@ -1,0 +1,533 @@
+//! One arena: a managed range that is cut into blocks of whole pages.
+//!
+//! Nothing of this lies in the arena itself. Managed memory holds the program's bytes only: a list
+//! threaded through free blocks would bring parked pages back just to be walked.
+//!
+//! Each page has a `Tag` in a table beside the arena. A block is described at its first page
+//! (length, state, links) and at its last (length, so that a neighbour finds its beginning). Blocks
+//! tile `[0, top)`; pages from `top` up were never used. Free blocks come in two kinds that are never
+//! merged with each other: *dirty* ones hold old bytes, *clean* ones read as zeros.
+//!
+//! Invariants, checked by `Arena::check` in tests:
+//! - sum of the lengths of all blocks == `top`; a page is the first of a block exactly if its state is not `INSIDE`;
+//! - a free block is in exactly one bin, that of its kind and length; a dirty one also in the age list;
+//! - two neighbours are never both dirty or both clean, and no clean block ends at `top`.
+
+use crate::space::{Table, ZeroIsValid};
+use std::io;
+use tiermgr_core::units::low_u32;
+
+/// Steps of two to the eighth: bins are at most 1/8 wide.
+const STEPS_LOG: u32 = 3;
+const BINS: usize = 240;
+/// Blocks looked at in one bin before the next bin is tried.
+const SCAN_MAX: u32 = 16;
+
+/// What a page is the beginning of.
+type State = u8;
+const INSIDE: State = 0;
+const USED: State = 1;
+const DIRTY: State = 2;
+const CLEAN: State = 3;
+/// Taken out to be discarded.
+const BUSY: State = 4;
+
+/// A kind of free block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Holds old bytes.
+    Dirty,
+    /// Reads as zeros.
+    Clean,
+}
+
+impl Kind {
+    const fn state(self) -> State {
+        match self {
+            Self::Dirty => DIRTY,
+            Self::Clean => CLEAN,
+        }
+    }
+
+    const fn bin_base(self) -> usize {
+        match self {
+            Self::Dirty => 0,
+            Self::Clean => BINS,
+        }
+    }
+}
+
+/// Links hold page number + 1, so that zero means "none".
+#[derive(Clone, Copy, Debug)]
+struct Tag {
+    pages: u32,
+    back: u32,
+    next: u32,
+    prev: u32,
+    older: u32,
+    newer: u32,
+    state: State,
+}
+
+// SAFETY: integers only.
+unsafe impl ZeroIsValid for Tag {}
+// SAFETY: integers only.
+unsafe impl ZeroIsValid for u32 {}
+
+/// Pages of an arena, by number from its start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Block {
+    /// Its first page.
+    pub first: u32,
+    /// Its length in pages.
+    pub pages: u32,
+}
+
+/// A range cut into blocks.
+#[derive(Debug)]
+pub struct Arena {
+    start: usize,
+    page_bytes: usize,
+    capacity: u32,
+    top: u32,
+    tags: Table<Tag>,
+    bins: Table<u32>,
+    /// Which bins hold something.
+    filled: [[u64; 4]; 2],
+    oldest: u32,
+    newest: u32,
+    dirty_pages: u32,
+}
+
+fn bin_of(pages: u32) -> usize {
+    let log = pages.max(1).ilog2();
+    let bin = if log < STEPS_LOG {
+        pages
+    } else {
+        ((log - STEPS_LOG + 1) << STEPS_LOG) + ((pages >> (log - STEPS_LOG)) & 7)
+    };
+    bin as usize
+}
+
+impl Arena {
+    /// An arena over `bytes` of fresh memory from `start`.
+    ///
+    /// # Errors
+    /// `ENOMEM` where there is no room for its tables, or where it has 2^32 pages or more.
+    pub fn new(start: usize, bytes: usize, page_bytes: usize) -> io::Result<Self> {
+        let capacity = u32::try_from(bytes / page_bytes)
+            .ok()
+            .filter(|&pages| pages < u32::MAX)
+            .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        Ok(Self {
+            start,
+            page_bytes,
+            capacity,
+            top: 0,
+            tags: Table::zeroed(capacity as usize)?,
+            bins: Table::zeroed(2 * BINS)?,
+            filled: [[0; 4]; 2],
+            oldest: 0,
+            newest: 0,
+            dirty_pages: 0,
+        })
+    }
+
+    /// Address of a page.
+    #[must_use]
+    pub fn address(&self, page: u32) -> usize {
+        self.start + page as usize * self.page_bytes
+    }
+
+    /// Pages of dirty blocks.
+    #[must_use]
+    pub const fn dirty_pages(&self) -> u32 {
+        self.dirty_pages
+    }
+
+    /// The live block that begins at `address`.
+    #[must_use]
+    pub fn live_block(&self, address: usize) -> Option<Block> {
+        let offset = address.checked_sub(self.start)?;
+        let first = u32::try_from(offset / self.page_bytes).ok()?;
+        let is_live = offset.is_multiple_of(self.page_bytes)
+            && first < self.top
+            && self.tag(first).state == USED;
+        is_live.then(|| Block { first, pages: self.tag(first).pages })
+    }
+
+    /// Takes `pages` from the free blocks of a kind, the start a multiple of `align` pages.
+    pub fn take(&mut self, kind: Kind, pages: u32, align: u32) -> Option<Block> {
+        let (free, first) = self.find(kind, pages, align)?;
+        let length = self.tag(free).pages;
+        self.remove(free);
+        let lead = first - free;
+        if lead > 0 {
+            self.insert(Block { first: free, pages: lead }, kind);
+        }
+        let rest = length - lead - pages;
+        if rest > 0 {
+            self.insert(Block { first: first + pages, pages: rest }, kind);
+        }
+        let block = Block { first, pages };
+        self.write(block, USED);
+        Some(block)
+    }
+
+    /// Takes `pages` that were never used.
+    pub fn take_fresh(&mut self, pages: u32, align: u32) -> Option<Block> {
+        let first = self.aligned(self.top, align)?;
+        let end = first.checked_add(pages).filter(|&end| end <= self.capacity)?;
+        let gap = first - self.top;
+        let gap_first = self.top;
+        self.top = end;
+        if gap > 0 {
+            self.insert(Block { first: gap_first, pages: gap }, Kind::Clean);
+        }
+        let block = Block { first, pages };
+        self.write(block, USED);
+        Some(block)
+    }
+
+    /// Frees a live block: it becomes dirty.
+    pub fn free(&mut self, block: Block) {
+        self.put(block, Kind::Dirty);
+    }
+
+    /// Takes the dirty block that was freed longest ago. It belongs to the caller until
+    /// [`Self::give_back`].
+    pub fn take_oldest_dirty(&mut self) -> Option<Block> {
+        let first = self.oldest.checked_sub(1)?;
+        let block = Block { first, pages: self.tag(first).pages };
+        self.remove(first);
+        self.write(block, BUSY);
+        Some(block)
+    }
+
+    /// Gives back what [`Self::take_oldest_dirty`] took.
+    pub fn give_back(&mut self, block: Block, kind: Kind) {
+        self.put(block, kind);
+    }
+
+    /// Makes a live block `pages` long, if its neighbours are free.
+    pub fn grow(&mut self, block: Block, pages: u32) -> bool {
+        let mut end = block.first + block.pages;
+        let Some(wanted) = block.first.checked_add(pages).filter(|&wanted| wanted <= self.capacity)
+        else {
+            return false;
+        };
+        while end < wanted && end < self.top {
+            let tag = self.tag(end);
+            if tag.state != DIRTY && tag.state != CLEAN {
+                return false;
+            }
+            end += tag.pages;
+        }
+        let mut end = block.first + block.pages;
+        while end < wanted && end < self.top {
+            let Tag { pages: length, state, .. } = *self.tag(end);
+            self.remove(end);
+            self.tag_mut(end).state = INSIDE;
+            if end + length > wanted {
+                let kind = if state == DIRTY { Kind::Dirty } else { Kind::Clean };
+                self.insert(Block { first: wanted, pages: end + length - wanted }, kind);
+            }
+            end += length;
+        }
+        self.top = self.top.max(wanted);
+        self.write(Block { first: block.first, pages }, USED);
+        true
+    }
+
+    /// Frees the end of a live block, of which `pages` remain.
+    pub fn shrink(&mut self, block: Block, pages: u32) {
+        let rest = Block { first: block.first + pages, pages: block.pages - pages };
+        self.write(Block { first: block.first, pages }, USED);
+        self.write(rest, USED);
+        self.free(rest);
+    }
+
+    /// Merges a block with its neighbours of the same kind and files it.
+    fn put(&mut self, block: Block, kind: Kind) {
+        let Block { mut first, mut pages } = block;
+        let state = kind.state();
+        if first > 0 {
+            let before = first - self.tag(first - 1).back;
+            if self.tag(before).state == state {
+                self.remove(before);
+                self.tag_mut(first).state = INSIDE;
+                pages += first - before;
+                first = before;
+            }
+        }
+        let end = first + pages;
+        if end < self.top && self.tag(end).state == state {
+            self.remove(end);
+            self.tag_mut(end).state = INSIDE;
+            pages += self.tag(end).pages;
+        }
+        if kind == Kind::Clean && first + pages == self.top {
+            self.tag_mut(first).state = INSIDE;
+            self.top = first;
+        } else {
+            self.insert(Block { first, pages }, kind);
+        }
+    }
+
+    /// The smallest of the first few free blocks that hold the wanted run; and where the run begins.
+    fn find(&self, kind: Kind, pages: u32, align: u32) -> Option<(u32, u32)> {
+        let mut bin = bin_of(pages);
+        loop {
+            bin = self.next_filled(kind, bin)?;
+            let mut best: Option<(u32, u32)> = None;
+            let mut link = self.bins[kind.bin_base() + bin];
+            for _ in 0..SCAN_MAX {
+                let Some(free) = link.checked_sub(1) else { break };
+                let tag = self.tag(free);
+                let fits = self.aligned(free, align).filter(|first| {
+                    (first - free).checked_add(pages).is_some_and(|used| used <= tag.pages)
+                });
+                if let Some(first) = fits
+                    && best.is_none_or(|(best, _)| tag.pages < self.tag(best).pages)
+                {
+                    best = Some((free, first));
+                }
+                link = tag.next;
+            }
+            if best.is_some() {
+                return best;
+            }
+            bin += 1;
+        }
+    }
+
+    fn next_filled(&self, kind: Kind, from: usize) -> Option<usize> {
+        let words = &self.filled[usize::from(kind == Kind::Clean)];
+        let mut word = from / 64;
+        let mut mask = u64::MAX << (from % 64);
+        while let Some(&bits) = words.get(word) {
+            let found = bits & mask;
+            if found != 0 {
+                return Some(word * 64 + found.trailing_zeros() as usize);
+            }
+            mask = u64::MAX;
+            word += 1;
+        }
+        None
+    }
+
+    /// The first page from `page` on whose *address* is a multiple of `align` pages.
+    fn aligned(&self, page: u32, align: u32) -> Option<u32> {
+        let absolute = (self.start / self.page_bytes) as u64 + u64::from(page);
+        let up = absolute.next_multiple_of(u64::from(align)) - absolute;
+        page.checked_add(low_u32(up))
+    }
+
+    fn write(&mut self, block: Block, state: State) {
+        let tag = self.tag_mut(block.first);
+        tag.pages = block.pages;
+        tag.state = state;
+        self.tag_mut(block.first + block.pages - 1).back = block.pages;
+    }
+
+    fn insert(&mut self, block: Block, kind: Kind) {
+        self.write(block, kind.state());
+        let bin = bin_of(block.pages);
+        let slot = kind.bin_base() + bin;
+        let link = block.first + 1;
+        let head = self.bins[slot];
+        self.bins[slot] = link;
+        self.filled[usize::from(kind == Kind::Clean)][bin / 64] |= 1 << (bin % 64);
+        let newest = self.newest;
+        let tag = self.tag_mut(block.first);
+        tag.next = head;
+        tag.prev = 0;
+        tag.older = newest;
+        tag.newer = 0;
+        if let Some(head) = head.checked_sub(1) {
+            self.tag_mut(head).prev = link;
+        }
+        if kind == Kind::Dirty {
+            match newest.checked_sub(1) {
+                Some(newest) => self.tag_mut(newest).newer = link,
+                None => self.oldest = link,
+            }
+            self.newest = link;
+            self.dirty_pages += block.pages;
+        }
+    }
+
+    /// Takes a free block out of its lists. Its state stays for the caller to change.
+    fn remove(&mut self, first: u32) {
+        let tag = *self.tag(first);
+        let kind = if tag.state == DIRTY { Kind::Dirty } else { Kind::Clean };
+        let bin = bin_of(tag.pages);
+        match tag.prev.checked_sub(1) {
+            Some(prev) => self.tag_mut(prev).next = tag.next,
+            None => {
+                self.bins[kind.bin_base() + bin] = tag.next;
+                if tag.next == 0 {
+                    self.filled[usize::from(kind == Kind::Clean)][bin / 64] &= !(1 << (bin % 64));
+                }
+            }
+        }
+        if let Some(next) = tag.next.checked_sub(1) {
+            self.tag_mut(next).prev = tag.prev;
+        }
+        if kind == Kind::Dirty {
+            match tag.older.checked_sub(1) {
+                Some(older) => self.tag_mut(older).newer = tag.newer,
+                None => self.oldest = tag.newer,
+            }
+            match tag.newer.checked_sub(1) {
+                Some(newer) => self.tag_mut(newer).older = tag.older,
+                None => self.newest = tag.older,
+            }
+            self.dirty_pages -= tag.pages;
+        }
+    }
+
+    fn tag(&self, page: u32) -> &Tag {
+        &self.tags[page as usize]
+    }
+
+    fn tag_mut(&mut self, page: u32) -> &mut Tag {
+        &mut self.tags[page as usize]
+    }
+}
+
+#[cfg(test)]
+impl Arena {
+    /// Panics where an invariant of the module does not hold.
+    pub(crate) fn check(&self) {
+        let (mut page, mut dirty, mut free_blocks) = (0, 0, 0);
+        let mut before = INSIDE;
+        while page < self.top {
+            let tag = *self.tag(page);
+            assert_ne!(tag.state, INSIDE, "page {page} begins a block");
+            assert!(tag.pages > 0 && page + tag.pages <= self.top);
+            assert_eq!(self.tag(page + tag.pages - 1).back, tag.pages);
+            for inside in page + 1..page + tag.pages {
+                assert_eq!(self.tag(inside).state, INSIDE, "page {inside} lies inside {page}");
+            }
+            assert!(
+                tag.state != before || (tag.state != DIRTY && tag.state != CLEAN),
+                "neighbours of one kind at {page}"
+            );
+            if tag.state == DIRTY {
+                dirty += tag.pages;
+            }
+            free_blocks += u32::from(tag.state == DIRTY || tag.state == CLEAN);
+            before = tag.state;
+            page += tag.pages;
+        }
+        assert_ne!(before, CLEAN, "a clean block ends at top");
+        assert_eq!(page, self.top);
+        assert_eq!(dirty, self.dirty_pages);
+        for kind in [Kind::Dirty, Kind::Clean] {
+            for bin in 0..BINS {
+                let mut link = self.bins[kind.bin_base() + bin];
+                assert_eq!(link != 0, self.next_filled(kind, bin) == Some(bin));
+                let mut prev = 0;
+                while let Some(first) = link.checked_sub(1) {
+                    let tag = *self.tag(first);
+                    assert_eq!((tag.state, bin_of(tag.pages), tag.prev), (kind.state(), bin, prev));
+                    free_blocks -= 1;
+                    prev = link;
+                    link = tag.next;
+                }
+            }
+        }
+        assert_eq!(free_blocks, 0, "each free block is in one bin");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn arena(pages: usize) -> Arena {
+        Arena::new(2 << 20, pages * 4096, 4096).expect("tables")
+    }
+
+    #[test]
+    fn bins_ascend_without_gaps() {
+        let mut last = 0;
+        for pages in 1..1 << 16 {
+            let bin = bin_of(pages);
+            assert!(bin == last || bin == last + 1, "{pages} pages");
+            last = bin;
+        }
+        assert!(bin_of(u32::MAX) < BINS);
+    }
+
+    #[test]
+    fn freed_neighbours_become_one_block_again() {
+        let mut arena = arena(100);
+        let blocks: Vec<_> = (0..3).map(|_| arena.take_fresh(10, 1).expect("room")).collect();
+        arena.free(blocks[0]);
+        arena.free(blocks[2]);
+        arena.check();
+        arena.free(blocks[1]);
+        arena.check();
+        assert_eq!(arena.take(Kind::Dirty, 30, 1), Some(Block { first: 0, pages: 30 }));
+        arena.check();
+    }
+
+    #[test]
+    fn a_clean_block_at_the_top_lowers_it() {
+        let mut arena = arena(100);
+        let block = arena.take_fresh(100, 1).expect("room");
+        assert_eq!(arena.take_fresh(1, 1), None);
+        arena.free(block);
+        let dirty = arena.take_oldest_dirty().expect("dirty");
+        arena.check();
+        arena.give_back(dirty, Kind::Clean);
+        arena.check();
+        assert_eq!(arena.take_fresh(100, 1), Some(block));
+    }
+
+    #[test]
+    fn alignment_is_that_of_addresses() {
+        let mut arena = arena(3000);
+        arena.take_fresh(1, 1).expect("room");
+        let block = arena.take_fresh(600, 512).expect("room");
+        assert!(arena.address(block.first).is_multiple_of(2 << 20));
+        arena.check();
+        assert_eq!(arena.take(Kind::Clean, 511, 1), Some(Block { first: 1, pages: 511 }));
+        assert_eq!(arena.take(Kind::Clean, 1, 1), None);
+    }
+
+    #[test]
+    fn growth_takes_what_lies_behind_and_shrinking_gives_it_back() {
+        let mut arena = arena(100);
+        let first = arena.take_fresh(10, 1).expect("room");
+        let second = arena.take_fresh(10, 1).expect("room");
+        assert!(!arena.grow(first, 11));
+        arena.free(second);
+        assert!(arena.grow(first, 15));
+        arena.check();
+        assert!(arena.grow(Block { first: 0, pages: 15 }, 100));
+        arena.check();
+        assert!(!arena.grow(Block { first: 0, pages: 100 }, 101));
+        arena.shrink(Block { first: 0, pages: 100 }, 40);
+        arena.check();
+        assert_eq!(arena.dirty_pages(), 60);
+    }
+
+    #[test]
+    fn only_the_first_page_of_a_live_block_is_its_address() {
+        let mut arena = arena(100);
+        let a = arena.take_fresh(10, 1).expect("room");
+        let b = arena.take_fresh(10, 1).expect("room");
+        let address = arena.address(b.first);
+        assert_eq!(arena.live_block(address), Some(b));
+        assert_eq!(arena.live_block(address + 4096), None);
+        assert_eq!(arena.live_block(address + 1), None);
+        arena.free(b);
+        assert_eq!(arena.live_block(address), None);
+        arena.free(a);
+        assert_eq!(arena.take(Kind::Dirty, 20, 1), Some(Block { first: 0, pages: 20 }));
+        assert_eq!(arena.live_block(address), None, "stale state inside a merged block");
+    }
+}

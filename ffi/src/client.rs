@@ -1,0 +1,365 @@
+//! A client: one connection, its regions, and a heap of its own.
+
+use crate::arenas::{Allocated, NotLive};
+use crate::fork;
+use crate::heap::{Heap, Source};
+use crate::link::{Config, Link, Patience};
+use crate::lock::{Entered, Guarded};
+use crate::space::{CHUNK, Reserved};
+use crate::status::{Error, Result, Status};
+use std::sync::atomic::{AtomicU8, Ordering};
+use tiermgr_wire::control::FamilyStats;
+use tiermgr_wire::hello::Class;
+use tiermgr_wire::reply::FromDaemon;
+use tiermgr_wire::request::{Advice, Kind, RegionOptions, ToDaemon};
+
+/// A managed range. Its address in memory is the handle that C programs hold.
+#[derive(Debug)]
+pub struct Region {
+    range: Reserved,
+    number: u32,
+    client: *const Client,
+}
+
+// SAFETY: the pointer is only handed out; whoever follows it answers for it.
+unsafe impl Send for Region {}
+
+impl Region {
+    /// First byte.
+    #[must_use]
+    pub const fn start(&self) -> usize {
+        self.range.start()
+    }
+
+    /// The client that made it. It outlives its regions.
+    #[must_use]
+    pub const fn client(&self) -> *const Client {
+        self.client
+    }
+
+    /// Length.
+    #[must_use]
+    pub const fn bytes(&self) -> usize {
+        self.range.len()
+    }
+}
+
+/// Where the bytes of a range are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Residency {
+    /// In memory.
+    pub resident_bytes: u64,
+    /// On another tier only.
+    pub parked_bytes: u64,
+    /// Never touched.
+    pub absent_bytes: u64,
+    /// Native memory, touched or not.
+    pub unarmed_bytes: u64,
+    /// Lost.
+    pub poisoned_bytes: u64,
+}
+
+#[derive(Debug)]
+struct Connected {
+    link: Link,
+    /// Boxed, since handles point to them.
+    #[expect(clippy::vec_box, reason = "C programs hold the addresses of the elements")]
+    regions: Vec<Box<Region>>,
+}
+
+/// One connection with all that hangs on it.
+#[derive(Debug)]
+pub struct Client {
+    connected: Guarded<Connected>,
+    heap: Heap,
+    class: Class,
+    /// Which locks the thread that forks holds; written by it alone.
+    held: AtomicU8,
+}
+
+impl Client {
+    /// Connects this process. The client is followed across forks from here on.
+    ///
+    /// # Errors
+    /// As [`Link::connect`], and `TooManyClients`.
+    pub fn connect(config: Config) -> Result<Box<Self>> {
+        fork::install()?;
+        let link = Link::connect(config)?;
+        let class = link.class();
+        let client = Box::new(Self {
+            connected: Guarded::new(Connected { link, regions: Vec::new() }),
+            heap: Heap::new(),
+            class,
+            held: AtomicU8::new(0),
+        });
+        if fork::follow(&client) {
+            return Ok(client);
+        }
+        if let Some(mut connected) = client.connected.enter() {
+            connected.link.end(true);
+        }
+        Err(Error::new(Status::TooManyClients, "this process has 16 clients already"))
+    }
+
+    /// Drops all regions and arenas, then ends the connection and the helper.
+    ///
+    /// # Errors
+    /// `ConnectionLost` where the daemon could not confirm: the ranges stay reserved then.
+    pub fn disconnect(self: Box<Self>) -> Result<()> {
+        fork::forget(&self);
+        let mut connected = self.enter()?;
+        let mut outcome = Ok(());
+        while let Some(region) = connected.regions.pop() {
+            match drop_region(&mut connected.link, region.number) {
+                Ok(()) => region.range.unmap(),
+                Err(error) => outcome = Err(error),
+            }
+        }
+        connected.link.end(outcome.is_ok());
+        outcome
+    }
+
+    /// Class of the client.
+    #[must_use]
+    pub const fn class(&self) -> Class {
+        self.class
+    }
+
+    /// Makes a region of at least `bytes`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for no bytes, `NoMemory` without address space, and what the daemon refuses.
+    pub fn create_region(&self, bytes: usize, kind: Kind, name: &str) -> Result<*const Region> {
+        let bytes =
+            bytes.checked_next_multiple_of(CHUNK).filter(|&bytes| bytes > 0).ok_or(Error::new(
+                Status::InvalidArgument,
+                "a region needs at least one byte, and less than all",
+            ))?;
+        let range = Reserved::new(bytes).map_err(|error| {
+            Error::because(
+                Status::NoMemory,
+                format!("reserving {bytes} bytes of address space: {error}; see `ulimit -v`"),
+            )
+        })?;
+        range.advise(libc::MADV_HUGEPAGE);
+        let message = ToDaemon::AddRegion {
+            start: range.start() as u64,
+            len: range.len() as u64,
+            options: RegionOptions { kind },
+            name: name.to_owned(),
+        };
+        let mut connected = self.enter()?;
+        let number = match connected.link.request(&message, Patience::Restart) {
+            Ok(FromDaemon::Region(number)) => number,
+            Ok(_) => return Err(odd_answer()),
+            Err(error) => {
+                // After a lost connection nobody knows whether the range was armed: it stays ours.
+                if error.status != Status::ConnectionLost {
+                    range.unmap();
+                }
+                return Err(error);
+            }
+        };
+        let region = Box::new(Region { range, number, client: &raw const *self });
+        let handle = &raw const *region;
+        connected.regions.push(region);
+        Ok(handle)
+    }
+
+    /// Frees a region, whose handle must not be used any more.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a handle that is not this client's; `ConnectionLost`: the region is as
+    /// before.
+    pub fn destroy_region(&self, handle: *const Region) -> Result<()> {
+        let mut connected = self.enter()?;
+        let index = connected
+            .regions
+            .iter()
+            .position(|region| std::ptr::eq(&raw const **region, handle))
+            .ok_or(Error::new(Status::InvalidArgument, "no such region of this client"))?;
+        let number = connected.regions[index].number;
+        // The range is ours until the daemon says that nothing is on its way to it: a late move would
+        // take pages from whatever is mapped there next.
+        drop_region(&mut connected.link, number)?;
+        connected.regions.swap_remove(index).range.unmap();
+        Ok(())
+    }
+
+    /// A block of the client's heap.
+    ///
+    /// # Errors
+    /// As [`Heap::allocate`].
+    pub fn allocate(&self, bytes: usize, align: usize) -> Result<Allocated> {
+        self.heap.allocate(self, bytes, align)
+    }
+
+    /// Frees a block.
+    ///
+    /// # Errors
+    /// [`NotLive`].
+    pub fn free(&self, address: usize) -> std::result::Result<(), NotLive> {
+        self.heap.free(self, address)
+    }
+
+    /// The heap.
+    #[must_use]
+    pub const fn heap(&self) -> &Heap {
+        &self.heap
+    }
+
+    /// Tells how a range will be used.
+    ///
+    /// # Errors
+    /// `NotManaged`, `ConnectionLost`.
+    pub fn advise(&self, start: usize, len: usize, advice: Advice) -> Result<()> {
+        self.ask_done(&ToDaemon::Advise { start: start as u64, len: len as u64, advice })
+    }
+
+    /// Drops the bytes of a range.
+    ///
+    /// # Errors
+    /// `NotManaged`, `ConnectionLost`.
+    pub fn discard_range(&self, start: usize, len: usize) -> Result<()> {
+        self.ask_done(&ToDaemon::Discard { start: start as u64, len: len as u64 })
+    }
+
+    /// Starts to bring a range in.
+    ///
+    /// # Errors
+    /// `NotManaged`, `ConnectionLost`.
+    pub fn prefetch(&self, start: usize, len: usize) -> Result<()> {
+        self.ask_done(&ToDaemon::Prefetch { start: start as u64, len: len as u64 })
+    }
+
+    /// Brings a range in, waits for it, and holds it.
+    ///
+    /// # Errors
+    /// `NotManaged`, `NoRoom`, `DataLost`, `ConnectionLost`.
+    pub fn pin(&self, start: usize, len: usize) -> Result<u64> {
+        match self.ask(&ToDaemon::Pin { start: start as u64, len: len as u64 })? {
+            FromDaemon::Lease(lease) => Ok(lease),
+            _ => Err(odd_answer()),
+        }
+    }
+
+    /// Ends a lease.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, `ConnectionLost`.
+    pub fn unpin(&self, lease: u64) -> Result<()> {
+        self.ask_done(&ToDaemon::Unpin { lease })
+    }
+
+    /// Where a range is.
+    ///
+    /// # Errors
+    /// `NotManaged`, `ConnectionLost`.
+    pub fn residency(&self, start: usize, len: usize) -> Result<Residency> {
+        match self.ask(&ToDaemon::Residency { start: start as u64, len: len as u64 })? {
+            FromDaemon::Residency {
+                resident_bytes,
+                parked_bytes,
+                absent_bytes,
+                unarmed_bytes,
+                poisoned_bytes,
+            } => Ok(Residency {
+                resident_bytes,
+                parked_bytes,
+                absent_bytes,
+                unarmed_bytes,
+                poisoned_bytes,
+            }),
+            _ => Err(odd_answer()),
+        }
+    }
+
+    /// Counters of the family.
+    ///
+    /// # Errors
+    /// `ConnectionLost`.
+    pub fn statistics(&self) -> Result<FamilyStats> {
+        match self.ask(&ToDaemon::Stats)? {
+            FromDaemon::Stats(stats) => Ok(stats),
+            _ => Err(odd_answer()),
+        }
+    }
+
+    fn ask(&self, message: &ToDaemon) -> Result<FromDaemon> {
+        self.enter()?.link.request(message, Patience::Restart)
+    }
+
+    fn ask_done(&self, message: &ToDaemon) -> Result<()> {
+        match self.ask(message)? {
+            FromDaemon::Done => Ok(()),
+            _ => Err(odd_answer()),
+        }
+    }
+
+    fn enter(&self) -> Result<Entered<'_, Connected>> {
+        self.connected
+            .enter()
+            .ok_or(Error::new(Status::Internal, "this thread is inside a call of tiermgr already"))
+    }
+
+    /// First half of a fork: nobody is inside, so that the child's copy is whole. The order is that
+    /// in which the locks nest.
+    pub(crate) fn hold_for_fork(&self) {
+        let growth = self.heap.hold_growth_for_fork();
+        let connected = self.connected.hold_for_fork();
+        let arenas = self.heap.hold_arenas_for_fork();
+        let held = u8::from(growth) | u8::from(arenas) << 1 | u8::from(connected) << 2;
+        if held != 0 {
+            self.held.store(held, Ordering::Relaxed);
+        }
+    }
+
+    /// Second half of a fork, in the parent and, after [`Self::join_family_after_fork`], in the child.
+    pub(crate) fn release_after_fork(&self) {
+        let held = self.held.swap(0, Ordering::Relaxed);
+        if held & 4 != 0 {
+            self.connected.release_after_fork();
+        }
+        self.heap.release_after_fork(held & 1 != 0, held & 2 != 0);
+    }
+
+    /// In a forked child.
+    pub(crate) fn join_family_after_fork(&self) {
+        // A fork from within a call (in a signal handler) leaves nothing that the child could use.
+        if self.held.load(Ordering::Relaxed) & 4 != 0
+            && let Some(mut connected) = self.connected.enter()
+        {
+            connected.link.join_family_after_fork();
+        }
+    }
+}
+
+impl Source for Client {
+    fn add_arena(&self, bytes: usize) -> Result<usize> {
+        let region = self.create_region(bytes, Kind::Heap, "arena")?;
+        let connected = self.enter()?;
+        connected
+            .regions
+            .iter()
+            .find(|known| std::ptr::eq(&raw const ***known, region))
+            .map(|region| region.start())
+            .ok_or_else(odd_answer)
+    }
+
+    fn discard(&self, address: usize, bytes: usize) -> bool {
+        let message = ToDaemon::Discard { start: address as u64, len: bytes as u64 };
+        let Ok(mut connected) = self.enter() else { return false };
+        matches!(connected.link.request(&message, Patience::None), Ok(FromDaemon::Done))
+    }
+}
+
+fn drop_region(link: &mut Link, region: u32) -> Result<()> {
+    match link.request(&ToDaemon::DropRegion { region }, Patience::Restart)? {
+        FromDaemon::Done => Ok(()),
+        _ => Err(odd_answer()),
+    }
+}
+
+fn odd_answer() -> Error {
+    Error::new(Status::Protocol, "the daemon answered something else than what was asked")
+}

@@ -1,0 +1,92 @@
+//! Clients across fork.
+//!
+//! Before a fork its thread takes all locks of all clients, so that the child's copy is whole. The
+//! child drops what is the parent's (the connection, limbo, the helper) and joins the family on a
+//! connection of its own, before fork returns there: only then has it a helper, and pages that can
+//! leave memory. Where it runs another program at once, the helper ends with that.
+//!
+//! vfork, posix_spawn and raw clone do not come here.
+
+use crate::client::Client;
+use crate::status::{Error, Result, Status};
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+
+/// Clients of one process.
+pub const CLIENTS_MAX: usize = 16;
+
+static FOLLOWED: [AtomicPtr<Client>; CLIENTS_MAX] =
+    [const { AtomicPtr::new(std::ptr::null_mut()) }; CLIENTS_MAX];
+static INSTALLED: AtomicBool = AtomicBool::new(false);
+
+unsafe extern "C" {
+    fn pthread_atfork(
+        prepare: Option<extern "C" fn()>,
+        parent: Option<extern "C" fn()>,
+        child: Option<extern "C" fn()>,
+    ) -> libc::c_int;
+}
+
+/// Has the handlers called from now on. Best as early as possible: of all `prepare` handlers those
+/// installed first run last, and those of others may still allocate.
+///
+/// # Errors
+/// `NoMemory`.
+pub fn install() -> Result<()> {
+    if INSTALLED.swap(true, Ordering::AcqRel) {
+        return Ok(());
+    }
+    // SAFETY: the handlers are functions of this library, which glibc forgets when it is unloaded.
+    let outcome = unsafe { pthread_atfork(Some(prepare), Some(parent), Some(child)) };
+    if outcome == 0 {
+        return Ok(());
+    }
+    INSTALLED.store(false, Ordering::Release);
+    Err(Error::new(Status::NoMemory, "the C library has no room for a fork handler"))
+}
+
+/// Enters a client into the list; false if that is full.
+pub(crate) fn follow(client: &Client) -> bool {
+    let entry = (&raw const *client).cast_mut();
+    FOLLOWED.iter().any(|slot| {
+        slot.compare_exchange(std::ptr::null_mut(), entry, Ordering::AcqRel, Ordering::Relaxed)
+            .is_ok()
+    })
+}
+
+/// Takes a client off the list. It lives on until no handler can have seen it.
+pub(crate) fn forget(client: &Client) {
+    let entry = (&raw const *client).cast_mut();
+    for slot in &FOLLOWED {
+        let _was_there = slot
+            .compare_exchange(entry, std::ptr::null_mut(), Ordering::AcqRel, Ordering::Relaxed)
+            .is_ok();
+    }
+}
+
+fn followed() -> impl Iterator<Item = &'static Client> {
+    FOLLOWED.iter().filter_map(|slot| {
+        let client = slot.load(Ordering::Acquire);
+        // SAFETY: entries are live clients: `disconnect` takes its client off the list before it
+        // ends, and by contract no other thread is in the library, fork included, while it runs.
+        unsafe { client.as_ref() }
+    })
+}
+
+extern "C" fn prepare() {
+    for client in followed() {
+        client.hold_for_fork();
+    }
+}
+
+extern "C" fn parent() {
+    for client in followed() {
+        client.release_after_fork();
+    }
+}
+
+extern "C" fn child() {
+    for client in followed() {
+        client.join_family_after_fork();
+        client.release_after_fork();
+    }
+}

@@ -1,0 +1,334 @@
+//! The heap of a client: arenas behind a lock, grown and trimmed by messages to the daemon.
+//!
+//! The lock is never held across a message: other threads go on allocating meanwhile. The question
+//! that `free` of every block asks, "is this address ours?", is answered without a lock.
+
+use crate::arenas::{ARENAS_MAX, Allocated, Arenas, NotLive};
+use crate::lock::Guarded;
+use crate::space::{CHUNK, page_bytes};
+use crate::status::{Error, Result, Status};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// First arena. Address space costs nothing, and fewer arenas mean fewer messages.
+const ARENA_BYTES_FIRST: usize = 4 << 30;
+const ARENA_BYTES_MAX: usize = 64 << 30;
+/// Below this a process with little address space gets just what it asks for.
+const ARENA_BYTES_MIN: usize = 64 << 20;
+/// Largest alignment that is served.
+pub const ALIGN_MAX: usize = 1 << 30;
+
+/// Where a heap gets memory, and who forgets it.
+pub trait Source {
+    /// A fresh range of `bytes`, a multiple of a chunk, that reads as zeros and stays for good.
+    ///
+    /// # Errors
+    /// `NoMemory` and `NoRoom` make the heap ask for less; everything else is passed on.
+    fn add_arena(&self, bytes: usize) -> Result<usize>;
+
+    /// Makes a range read as zeros and cost nothing. False: the bytes are as before.
+    fn discard(&self, address: usize, bytes: usize) -> bool;
+}
+
+#[derive(Debug)]
+struct Bounds {
+    start: AtomicUsize,
+    end: AtomicUsize,
+}
+
+/// A heap.
+#[derive(Debug)]
+pub struct Heap {
+    arenas: Guarded<Arenas>,
+    /// Held while an arena is being made, so that one is made where several threads need one. Holds
+    /// the size of the next.
+    growth: Guarded<usize>,
+    bounds: [Bounds; ARENAS_MAX],
+    bounds_len: AtomicUsize,
+}
+
+impl Default for Heap {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Heap {
+    /// A heap without arenas.
+    #[must_use]
+    pub fn new() -> Self {
+        Self {
+            arenas: Guarded::new(Arenas::new(page_bytes())),
+            growth: Guarded::new(ARENA_BYTES_FIRST),
+            bounds: [const { Bounds { start: AtomicUsize::new(0), end: AtomicUsize::new(0) } };
+                ARENAS_MAX],
+            bounds_len: AtomicUsize::new(0),
+        }
+    }
+
+    /// Whether an address lies in an arena. Lock-free.
+    #[must_use]
+    pub fn owns(&self, address: usize) -> bool {
+        let known = self.bounds_len.load(Ordering::Acquire);
+        self.bounds.iter().take(known).any(|bounds| {
+            address >= bounds.start.load(Ordering::Relaxed)
+                && address < bounds.end.load(Ordering::Relaxed)
+        })
+    }
+
+    /// A block of at least `bytes` on a multiple of `align`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for an alignment that is no power of two up to [`ALIGN_MAX`]; `NoMemory`
+    /// where the size is absurd; `Internal` where this thread is inside the heap already; and what
+    /// [`Source`] gives.
+    pub fn allocate(&self, source: &impl Source, bytes: usize, align: usize) -> Result<Allocated> {
+        if !align.is_power_of_two() || align > ALIGN_MAX {
+            return Err(Error::new(
+                Status::InvalidArgument,
+                "an alignment must be a power of two of at most 1 GiB",
+            ));
+        }
+        if bytes > isize::MAX.unsigned_abs() - 2 * ALIGN_MAX {
+            return Err(Error::new(Status::NoMemory, "more bytes than there are addresses"));
+        }
+        loop {
+            if let Some(block) = self.arenas.enter().ok_or_else(inside)?.allocate(bytes, align) {
+                return Ok(block);
+            }
+            let mut growth = self.growth.enter().ok_or_else(inside)?;
+            // Another thread may have made an arena while this one waited.
+            if let Some(block) = self.arenas.enter().ok_or_else(inside)?.allocate(bytes, align) {
+                return Ok(block);
+            }
+            self.grow(source, bytes, align, &mut growth)?;
+        }
+    }
+
+    /// Frees the block at `address`.
+    ///
+    /// # Errors
+    /// [`NotLive`].
+    pub fn free(&self, source: &impl Source, address: usize) -> std::result::Result<(), NotLive> {
+        // A thread that is inside already came here from a signal handler; its block is lost.
+        let Some(mut arenas) = self.arenas.enter() else { return Ok(()) };
+        arenas.free(address)?;
+        let mut excess = arenas.take_excess();
+        drop(arenas);
+        while let Some(piece) = excess {
+            let forgotten = source.discard(piece.address, piece.bytes);
+            let Some(mut arenas) = self.arenas.enter() else { break };
+            arenas.give_back(&piece, forgotten);
+            // Where the daemon is away the next free tries again.
+            excess = if forgotten { arenas.take_excess() } else { None };
+        }
+        Ok(())
+    }
+
+    /// What may be used of the block at `address`.
+    ///
+    /// # Errors
+    /// [`NotLive`].
+    pub fn usable_bytes(&self, address: usize) -> std::result::Result<usize, NotLive> {
+        self.arenas.enter().ok_or(NotLive)?.usable_bytes(address)
+    }
+
+    /// Makes a block hold `bytes` where it stands; false if something is in the way.
+    ///
+    /// # Errors
+    /// [`NotLive`].
+    pub fn resize(&self, address: usize, bytes: usize) -> std::result::Result<bool, NotLive> {
+        let Some(mut arenas) = self.arenas.enter() else { return Ok(false) };
+        arenas.resize(address, bytes)
+    }
+
+    /// Bytes of live blocks; 0 where this thread is inside the heap.
+    #[must_use]
+    pub fn live_bytes(&self) -> usize {
+        self.arenas.enter().map_or(0, |arenas| arenas.live_bytes())
+    }
+
+    fn grow(
+        &self,
+        source: &impl Source,
+        bytes: usize,
+        align: usize,
+        next: &mut usize,
+    ) -> Result<()> {
+        let slack = align.max(CHUNK);
+        let needed = (bytes + slack).next_multiple_of(CHUNK);
+        let mut wanted = needed.max(*next);
+        let start = loop {
+            match source.add_arena(wanted) {
+                Ok(start) => break start,
+                Err(error)
+                    if matches!(error.status, Status::NoMemory | Status::NoRoom)
+                        && wanted > needed =>
+                {
+                    let half = (wanted / 2).next_multiple_of(CHUNK);
+                    wanted = if half < ARENA_BYTES_MIN { needed } else { half.max(needed) };
+                }
+                Err(error) => return Err(error),
+            }
+        };
+        let index = {
+            let mut arenas = self.arenas.enter().ok_or_else(inside)?;
+            arenas.add(start, wanted).map_err(|error| Error::system("adding an arena", &error))?;
+            arenas.count() - 1
+        };
+        self.bounds[index].start.store(start, Ordering::Relaxed);
+        self.bounds[index].end.store(start + wanted, Ordering::Relaxed);
+        self.bounds_len.store(index + 1, Ordering::Release);
+        *next = (wanted * 2).clamp(ARENA_BYTES_MIN, ARENA_BYTES_MAX);
+        Ok(())
+    }
+
+    /// First half of a fork, first step: no arena is being made.
+    pub(crate) fn hold_growth_for_fork(&self) -> bool {
+        self.growth.hold_for_fork()
+    }
+
+    /// First half of a fork, last step: no block is being cut.
+    pub(crate) fn hold_arenas_for_fork(&self) -> bool {
+        self.arenas.hold_for_fork()
+    }
+
+    /// Second half of a fork, for the locks that were taken in the first.
+    pub(crate) fn release_after_fork(&self, growth: bool, arenas: bool) {
+        if arenas {
+            self.arenas.release_after_fork();
+        }
+        if growth {
+            self.growth.release_after_fork();
+        }
+    }
+}
+
+#[cold]
+fn inside() -> Error {
+    Error::new(Status::Internal, "this thread is inside the allocator already")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    /// Gives ranges that nobody touches, as far as its limit goes.
+    struct Pretended {
+        next: Cell<usize>,
+        largest: usize,
+        forgets: Cell<bool>,
+        forgotten: Cell<usize>,
+    }
+
+    impl Pretended {
+        const fn new(largest: usize) -> Self {
+            Self {
+                next: Cell::new(1 << 40),
+                largest,
+                forgets: Cell::new(true),
+                forgotten: Cell::new(0),
+            }
+        }
+    }
+
+    impl Source for Pretended {
+        fn add_arena(&self, bytes: usize) -> Result<usize> {
+            assert!(bytes.is_multiple_of(CHUNK));
+            if bytes > self.largest {
+                return Err(Error::new(Status::NoMemory, "too much"));
+            }
+            let start = self.next.get();
+            self.next.set(start + bytes + CHUNK);
+            Ok(start)
+        }
+
+        fn discard(&self, _address: usize, bytes: usize) -> bool {
+            if self.forgets.get() {
+                self.forgotten.set(self.forgotten.get() + bytes);
+            }
+            self.forgets.get()
+        }
+    }
+
+    #[test]
+    fn arenas_come_when_needed_and_addresses_are_known() {
+        let (heap, source) = (Heap::new(), Pretended::new(usize::MAX));
+        assert!(!heap.owns(1 << 40));
+        let block = heap.allocate(&source, 1 << 20, 1).expect("room");
+        assert!(block.is_zero && heap.owns(block.address) && !heap.owns(1 << 39));
+        assert_eq!(heap.usable_bytes(block.address), Ok(1 << 20));
+        let large = heap.allocate(&source, 16 << 30, 1).expect("an arena of its own size");
+        assert!(heap.owns(large.address + (16 << 30) - 1));
+        heap.free(&source, block.address).expect("live");
+        assert_eq!(heap.free(&source, block.address), Err(NotLive));
+    }
+
+    #[test]
+    fn little_address_space_makes_smaller_arenas() {
+        let (heap, source) = (Heap::new(), Pretended::new(256 << 20));
+        heap.allocate(&source, 100 << 20, 1).expect("half, and half again, until it fits");
+        let error = heap.allocate(&source, 300 << 20, 1).expect_err("more than there is");
+        assert_eq!(error.status, Status::NoMemory);
+    }
+
+    #[test]
+    fn absurd_sizes_and_alignments_are_refused() {
+        let (heap, source) = (Heap::new(), Pretended::new(1 << 40));
+        for bytes in [usize::MAX, usize::MAX / 2, 1 << 62] {
+            let error = heap.allocate(&source, bytes, 1).expect_err("absurd");
+            assert_eq!(error.status, Status::NoMemory);
+        }
+        for align in [0, 3, ALIGN_MAX * 2] {
+            let error = heap.allocate(&source, 1, align).expect_err("no alignment");
+            assert_eq!(error.status, Status::InvalidArgument);
+        }
+        let block = heap.allocate(&source, 1, ALIGN_MAX).expect("the largest alignment");
+        assert!(block.address.is_multiple_of(ALIGN_MAX));
+    }
+
+    #[test]
+    fn what_the_daemon_did_not_forget_is_not_called_zero() {
+        let (heap, source) = (Heap::new(), Pretended::new(usize::MAX));
+        source.forgets.set(false);
+        let a = heap.allocate(&source, 100 << 20, 1).expect("room");
+        heap.free(&source, a.address).expect("live");
+        let again = heap.allocate(&source, 100 << 20, 1).expect("room");
+        assert_eq!(again, Allocated { address: a.address, is_zero: false });
+        source.forgets.set(true);
+        heap.free(&source, again.address).expect("live");
+        assert_eq!(source.forgotten.get(), 100 << 20);
+        let zero = heap.allocate(&source, 100 << 20, 1).expect("room");
+        assert_eq!(zero, Allocated { address: a.address, is_zero: true });
+    }
+
+    #[test]
+    fn many_threads_share_one_heap() {
+        struct Shared(std::sync::Mutex<usize>);
+        impl Source for Shared {
+            fn add_arena(&self, bytes: usize) -> Result<usize> {
+                let mut next = self.0.lock().expect("not poisoned");
+                let start = *next;
+                *next += bytes + CHUNK;
+                Ok(start)
+            }
+            fn discard(&self, _address: usize, _bytes: usize) -> bool {
+                true
+            }
+        }
+        let (heap, source) = (Heap::new(), Shared(std::sync::Mutex::new(1 << 40)));
+        std::thread::scope(|scope| {
+            for thread in 0..4_usize {
+                let (heap, source) = (&heap, &source);
+                scope.spawn(move || {
+                    for round in 0..2000_usize {
+                        let bytes = (round * 7919 + thread * 131) % (8 << 20) + 1;
+                        let block = heap.allocate(source, bytes, 1).expect("room");
+                        heap.free(source, block.address).expect("live");
+                    }
+                });
+            }
+        });
+        assert_eq!(heap.live_bytes(), 0);
+    }
+}

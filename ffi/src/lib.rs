@@ -1,0 +1,22 @@
+//! libtiermgr: the client side of tiermgr.
+//!
+//! Two libraries are made of this: `libtiermgr` with the C ABI of `include/tiermgr.h` (`capi`,
+//! behind the feature of that name), and `libtiermgr_preload`, which puts malloc on top. Both may
+//! live in one process; each is then a client of its own.
+//!
+//! From the bottom up: [`space`] reserves address ranges, [`arena`] and [`arenas`] cut them into
+//! blocks, [`heap`] grows and trims arenas, [`link`](mod@link) talks with the daemon, [`client`] joins the two,
+//! and [`fork`] carries clients into forked children.
+
+pub mod arena;
+pub mod arenas;
+#[cfg(feature = "capi")]
+pub mod capi;
+pub mod client;
+pub mod fds;
+pub mod fork;
+pub mod heap;
+pub mod link;
+pub mod lock;
+pub mod space;
+pub mod status;

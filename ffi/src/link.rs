@@ -1,0 +1,481 @@
+//! The connection to the daemon: handshake, requests, the daemon's restart, and the forked child.
+//!
+//! Whoever holds the link may be inside `malloc`. Therefore nothing here needs thread-local storage,
+//! stack buffers are small, and what is allocated is small too, so that the preload library's own
+//! rule sends it to libc.
+//!
+//! The connection is never closed while managed memory is in use: to the daemon its end is the
+//! client's end. So a request waits as long as the daemon lives, and only its death ends the wait.
+//! A daemon that comes back has kept our regions; we greet it with the number of our family.
+
+use crate::fds::{self, Fd, Listed};
+use crate::space::{self, Reserved};
+use crate::status::{Error, Result, Status};
+use std::io;
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use tiermgr_sys::helper::{self, HelperConfig, HelperHandle};
+use tiermgr_sys::process::monotonic_ns;
+use tiermgr_sys::sock::Stream;
+use tiermgr_sys::uffd;
+pub use tiermgr_wire::hello::Class;
+use tiermgr_wire::hello::{Attach, Hello, Role, Welcome};
+use tiermgr_wire::reply::FromDaemon;
+use tiermgr_wire::request::ToDaemon;
+
+/// Where a daemon listens if nothing else is said.
+pub const DEFAULT_SOCKET: &str = "/run/tiermgr/tiermgrd.sock";
+
+/// Requests and their answers are far smaller; an error's text is cut off by the daemon before this.
+const PACKET_BYTES: usize = 8 << 10;
+/// A daemon that does not greet within this is as good as none.
+const HANDSHAKE_WAIT: Duration = Duration::from_secs(10);
+/// How long a forked child waits before it goes on without a helper.
+const CHILD_WAIT: Duration = Duration::from_secs(2);
+/// How long a request waits for a daemon that restarts.
+const RESTART_WAIT: Duration = Duration::from_secs(2);
+const RETRY_NS_MIN: u64 = 5_000_000;
+const RETRY_NS_MAX: u64 = 1_000_000_000;
+
+/// Whom to connect to, and as what.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Socket of the daemon.
+    pub socket: PathBuf,
+    /// For lists.
+    pub name: String,
+    /// Who gives way.
+    pub class: Class,
+}
+
+/// The name of this program, as the kernel knows it.
+#[must_use]
+pub fn program_name() -> String {
+    std::fs::read_to_string("/proc/self/comm")
+        .map_or_else(|_| String::from("unknown"), |name| name.trim_end().to_owned())
+}
+
+/// Whether a request may wait for a daemon that restarts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Patience {
+    /// Fails at once.
+    None,
+    /// Waits up to two seconds.
+    Restart,
+}
+
+#[derive(Debug)]
+struct Session {
+    _listed: Listed,
+    stream: Stream,
+}
+
+/// What this process has made for the daemon.
+#[derive(Debug)]
+struct Attached {
+    /// Kept open for as long as we live: with the last copy of a userfaultfd the kernel would forget
+    /// what is armed, and answer a touch of a parked page with zeros.
+    arena: Option<Fd>,
+    limbo_fd: Fd,
+    limbo: Option<Reserved>,
+    helper: HelperHandle,
+}
+
+#[derive(Debug)]
+enum Connection {
+    Up(Session),
+    /// The daemon is away. Not before `retry_ns` is it looked for again.
+    Down {
+        retry_ns: u64,
+        wait_ns: u64,
+    },
+}
+
+/// A process' connection.
+#[derive(Debug)]
+pub struct Link {
+    config: Config,
+    /// The process that made it. A child of a raw clone must not speak on its parent's connection.
+    pid: i32,
+    family: u64,
+    nonce_page: usize,
+    connection: Connection,
+    /// `None` in a forked child that could not attach yet.
+    attached: Option<Attached>,
+    packet: Box<[u8]>,
+}
+
+impl Link {
+    /// Connects, makes the userfaultfds, limbo and the helper, and attaches.
+    ///
+    /// # Errors
+    /// `NoDaemon`, what the daemon refuses, and what the kernel refuses.
+    pub fn connect(config: Config) -> Result<Self> {
+        let _uncancelled = Uncancelled::new();
+        let mut packet = vec![0_u8; PACKET_BYTES].into_boxed_slice();
+        let nonce_page = space::untouched_page()
+            .map_err(|error| Error::system("mapping a page for the daemon's checks", &error))?;
+        let role = Role::Client { name: config.name.clone(), class: config.class };
+        let (session, welcome, attached) =
+            attach(&config.socket, role, nonce_page, HANDSHAKE_WAIT, &mut packet)?;
+        Ok(Self {
+            config,
+            pid: fds::own_pid(),
+            family: welcome.family,
+            nonce_page,
+            connection: Connection::Up(session),
+            attached: Some(attached),
+            packet,
+        })
+    }
+
+    /// Class of the client.
+    #[must_use]
+    pub const fn class(&self) -> Class {
+        self.config.class
+    }
+
+    /// Sends a request and waits for its answer.
+    ///
+    /// # Errors
+    /// What the daemon answers, or `ConnectionLost`. After that it is not known whether the request
+    /// was carried out.
+    pub fn request(&mut self, message: &ToDaemon, patience: Patience) -> Result<FromDaemon> {
+        let _uncancelled = Uncancelled::new();
+        if self.pid != fds::own_pid() {
+            return Err(Error::new(
+                Status::ConnectionLost,
+                "this process was made by a raw clone of the one that connected; use fork, or connect anew",
+            ));
+        }
+        let give_up = monotonic_ns().saturating_add(nanoseconds(RESTART_WAIT));
+        loop {
+            let session = loop {
+                if let Connection::Up(session) = &self.connection {
+                    break session;
+                }
+                self.reconnect(patience, give_up)?;
+            };
+            // A daemon that ended while nothing was asked shows itself only now: nothing was asked
+            // of it yet, so that asking the next one is no repetition.
+            match send(&session.stream, message, &[], &mut self.packet) {
+                Ok(()) => {}
+                Err(error) => {
+                    self.lost();
+                    if patience == Patience::None || error.status != Status::ConnectionLost {
+                        return Err(error);
+                    }
+                    continue;
+                }
+            }
+            return match receive(&session.stream, &mut self.packet) {
+                Ok((FromDaemon::Error { code, message }, _)) => {
+                    Err(Error::because(code.into(), message))
+                }
+                Ok((reply, _)) => Ok(reply),
+                Err(error) => {
+                    self.lost();
+                    Err(error)
+                }
+            };
+        }
+    }
+
+    /// Ends the connection, and the helper. The caller has dropped all regions with the daemon's
+    /// consent, or (`is_quiet` false) could not.
+    pub fn end(&mut self, is_quiet: bool) {
+        self.connection = Connection::Down { retry_ns: u64::MAX, wait_ns: 0 };
+        let Some(mut attached) = self.attached.take() else { return };
+        attached.helper.stop();
+        let ended = attached.helper.reap(Duration::from_secs(1));
+        // Limbo may go once nobody is left who could be told to drop pages there.
+        if is_quiet
+            && ended.is_ok()
+            && let Some(limbo) = attached.limbo.take()
+        {
+            limbo.unmap();
+        }
+    }
+
+    /// In a forked child: leaves what is the parent's, and joins its family. Where the daemon does
+    /// not answer in time the child goes on without a helper: its pages are served and do not park.
+    pub(crate) fn join_family_after_fork(&mut self) {
+        fds::adopt_list();
+        self.pid = fds::own_pid();
+        if let Some(inherited) = self.attached.take() {
+            let Attached { arena, limbo_fd, limbo, helper } = inherited;
+            drop(arena);
+            drop(limbo_fd);
+            // Limbo is not mapped here (MADV_DONTFORK), and its address is free for others; the
+            // helper is the parent's.
+            let _not_ours = (ManuallyDrop::new(limbo), ManuallyDrop::new(helper));
+        }
+        self.connection = Connection::Down { retry_ns: 0, wait_ns: RETRY_NS_MIN };
+        if self.greet(CHILD_WAIT).is_err() {
+            self.back_off();
+        }
+    }
+
+    fn reconnect(&mut self, patience: Patience, give_up: u64) -> Result<()> {
+        let Connection::Down { retry_ns, .. } = self.connection else { return Ok(()) };
+        let now = monotonic_ns();
+        if now < retry_ns {
+            if patience == Patience::None || retry_ns > give_up {
+                return Err(Error::because(
+                    Status::ConnectionLost,
+                    format!(
+                        "the daemon at {} is away; memory that is not parked goes on working",
+                        self.config.socket.display()
+                    ),
+                ));
+            }
+            std::thread::sleep(Duration::from_nanos(retry_ns - now));
+        }
+        self.greet(CHILD_WAIT).inspect_err(|_| self.back_off()).or_else(|error| {
+            if patience == Patience::Restart && monotonic_ns() < give_up {
+                Ok(())
+            } else {
+                Err(error)
+            }
+        })
+    }
+
+    /// One attempt to be the daemon's client (again).
+    fn greet(&mut self, wait: Duration) -> Result<()> {
+        let role = Role::ForkedChild { family: self.family };
+        if self.attached.is_some() {
+            // The daemon knows this process from before its restart and has nothing to give it.
+            let stream = open(&self.config.socket, wait)?;
+            send(&stream, &hello(role), &[], &mut self.packet)?;
+            return match receive(&stream, &mut self.packet)?.0 {
+                FromDaemon::Ready => {
+                    self.connection = Connection::Up(Session::new(stream)?);
+                    Ok(())
+                }
+                other => Err(unexpected("the greeting after a restart", other)),
+            };
+        }
+        let (session, _, attached) =
+            attach(&self.config.socket, role, self.nonce_page, wait, &mut self.packet)?;
+        self.connection = Connection::Up(session);
+        self.attached = Some(attached);
+        Ok(())
+    }
+
+    fn lost(&mut self) {
+        self.connection =
+            Connection::Down { retry_ns: monotonic_ns() + RETRY_NS_MIN, wait_ns: RETRY_NS_MIN };
+    }
+
+    fn back_off(&mut self) {
+        if let Connection::Down { retry_ns, wait_ns } = &mut self.connection {
+            *retry_ns = monotonic_ns() + *wait_ns;
+            *wait_ns = (*wait_ns * 2).min(RETRY_NS_MAX);
+        }
+    }
+}
+
+impl Session {
+    /// Takes a greeted stream into use.
+    fn new(stream: Stream) -> Result<Self> {
+        stream
+            .set_recv_timeout(None)
+            .map_err(|error| Error::system("preparing the socket", &error))?;
+        let stream = Stream::from_fd(fds::raise(stream.into_fd()));
+        Ok(Self { _listed: Listed::new(stream.as_fd()), stream })
+    }
+}
+
+const fn hello(role: Role) -> ToDaemon {
+    ToDaemon::Hello(Hello { version: tiermgr_wire::VERSION, role })
+}
+
+/// The whole handshake of a client or a forked child.
+fn attach(
+    socket: &Path,
+    role: Role,
+    nonce_page: usize,
+    wait: Duration,
+    packet: &mut [u8],
+) -> Result<(Session, Welcome, Attached)> {
+    let is_child = matches!(role, Role::ForkedChild { .. });
+    let stream = open(socket, wait)?;
+    send(&stream, &hello(role), &[], packet)?;
+    let (reply, given) = receive(&stream, packet)?;
+    let FromDaemon::Welcome(welcome) = reply else {
+        return Err(unexpected("the greeting", reply));
+    };
+    let [device, ring, event] = <[OwnedFd; 3]>::try_from(given).map_err(|given| {
+        let text = format!("the daemon greeted with {} descriptors instead of 3", given.len());
+        Error::because(Status::Protocol, text)
+    })?;
+
+    let new_uffd = || {
+        uffd::new_from_device(device.as_fd())
+            .map(Fd::new)
+            .map_err(|error| Error::system("making a userfaultfd from the daemon's device", &error))
+    };
+    let arena = if is_child { None } else { Some(new_uffd()?) };
+    let limbo_fd = new_uffd()?;
+    let limbo = reserve_limbo(&welcome)?;
+    let limbo_start = limbo.as_ref().map_or(0, |limbo| limbo.start() as u64);
+    let config = HelperConfig {
+        ring: ring.as_fd(),
+        event: event.as_fd(),
+        arena: arena.as_ref().map(AsFd::as_fd),
+        limbo: limbo_fd.as_fd(),
+        hold: &[],
+    };
+    let helper = helper::spawn(&config)
+        .map_err(|error| Error::system("starting the helper process", &error))?;
+    let mut attached = Attached { arena, limbo_fd, limbo, helper };
+
+    let message = ToDaemon::Attach(Attach {
+        limbo_start,
+        nonce_page: nonce_page as u64,
+        helper_pid: attached.helper.pid(),
+    });
+    let both = [attached.arena.as_ref().unwrap_or(&attached.limbo_fd), &attached.limbo_fd];
+    let sent: [BorrowedFd<'_>; 2] = both.map(AsFd::as_fd);
+    let sent = if is_child { &sent[1..] } else { &sent[..] };
+    let outcome = send(&stream, &message, sent, packet)
+        .and_then(|()| receive(&stream, packet))
+        .and_then(|(reply, _)| match reply {
+            FromDaemon::Attached => Session::new(stream),
+            other => Err(unexpected("the answer to Attach", other)),
+        });
+    match outcome {
+        Ok(session) => Ok((session, welcome, attached)),
+        Err(error) => {
+            attached.helper.stop();
+            // A helper that does not end in time keeps its stack; limbo stays mapped under it.
+            if attached.helper.reap(Duration::from_secs(1)).is_ok()
+                && let Some(limbo) = attached.limbo
+            {
+                limbo.unmap();
+            }
+            Err(error)
+        }
+    }
+}
+
+/// Reserves the range where pages wait before they are parked. It is not inherited by fork: a child
+/// makes its own.
+fn reserve_limbo(welcome: &Welcome) -> Result<Option<Reserved>> {
+    let bytes = usize::try_from(welcome.limbo_bytes).unwrap_or(usize::MAX);
+    if bytes == 0 {
+        return Ok(None);
+    }
+    if !bytes.is_multiple_of(space::CHUNK) {
+        return Err(Error::new(Status::Protocol, "the daemon asked for a limbo of an odd size"));
+    }
+    let limbo = Reserved::new(bytes).map_err(|error| Error::system("reserving limbo", &error))?;
+    limbo.advise(libc::MADV_DONTFORK);
+    limbo.advise(libc::MADV_DONTDUMP);
+    Ok(Some(limbo))
+}
+
+fn open(socket: &Path, wait: Duration) -> Result<Stream> {
+    let stream = Stream::connect(socket).map_err(|error| {
+        let (status, cause) = match error.raw_os_error() {
+            Some(libc::ENOENT | libc::ECONNREFUSED | libc::ENOTDIR) => (
+                Status::NoDaemon,
+                "nobody listens there; start tiermgrd, or run the program with `tiermgrctl run`",
+            ),
+            Some(libc::EACCES | libc::EPERM) => (
+                Status::NotPermitted,
+                "this user may not use the socket; ask to be put into its group",
+            ),
+            _ => (Status::System, "the kernel refused"),
+        };
+        let text = format!("connecting to {}: {cause} ({error})", socket.display());
+        Error::because(status, text)
+    })?;
+    stream
+        .set_recv_timeout(Some(wait))
+        .and_then(|()| stream.set_send_timeout(Some(wait)))
+        .map_err(|error| Error::system("preparing the socket", &error))?;
+    Ok(stream)
+}
+
+fn send(
+    stream: &Stream,
+    message: &ToDaemon,
+    descriptors: &[BorrowedFd<'_>],
+    packet: &mut [u8],
+) -> Result<()> {
+    let bytes = tiermgr_wire::encode(message, packet)?;
+    loop {
+        match stream.send_with_fds(bytes, descriptors) {
+            Ok(()) => return Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(ended("sending to the daemon", &error)),
+        }
+    }
+}
+
+fn receive(stream: &Stream, packet: &mut [u8]) -> Result<(FromDaemon, Vec<OwnedFd>)> {
+    loop {
+        match stream.recv_with_fds(packet) {
+            Ok((0, _)) => {
+                return Err(Error::new(Status::ConnectionLost, "the daemon closed the connection"));
+            }
+            Ok((length, descriptors)) => {
+                return Ok((tiermgr_wire::decode(&packet[..length])?, descriptors));
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(ended("waiting for the daemon", &error)),
+        }
+    }
+}
+
+fn ended(what: &str, error: &io::Error) -> Error {
+    let status = match error.raw_os_error() {
+        Some(libc::EPIPE | libc::ECONNRESET | libc::ENOTCONN | libc::EAGAIN) => {
+            Status::ConnectionLost
+        }
+        _ => Status::System,
+    };
+    Error::because(status, format!("{what}: {error}"))
+}
+
+fn unexpected(what: &str, reply: FromDaemon) -> Error {
+    match reply {
+        FromDaemon::Error { code, message } => Error::because(code.into(), message),
+        _ => Error::because(Status::Protocol, format!("{what} was not what belongs there")),
+    }
+}
+
+fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// Keeps a cancelled thread from ending inside `malloc`, with the lock held.
+#[derive(Debug)]
+struct Uncancelled {
+    before: libc::c_int,
+}
+
+unsafe extern "C" {
+    fn pthread_setcancelstate(state: libc::c_int, before: *mut libc::c_int) -> libc::c_int;
+}
+
+const PTHREAD_CANCEL_DISABLE: libc::c_int = 1;
+
+impl Uncancelled {
+    fn new() -> Self {
+        let mut before = 0;
+        // SAFETY: `before` outlives the call, and the state is one of the two that exist.
+        unsafe { pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &raw mut before) };
+        Self { before }
+    }
+}
+
+impl Drop for Uncancelled {
+    fn drop(&mut self) {
+        // SAFETY: the state is the one that was in force; where it was goes is not asked.
+        unsafe { pthread_setcancelstate(self.before, std::ptr::null_mut()) };
+    }
+}

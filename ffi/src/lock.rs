@@ -1,0 +1,219 @@
+//! A lock that malloc and fork can live with.
+//!
+//! `std::sync::Mutex` has no answer to two questions that an allocator is asked: "does this very
+//! thread hold it already?" (our own code allocates, and a signal handler may), and "may the thread
+//! that forks keep it across the fork and give it back on both sides?". This one knows its owner.
+//! It allocates nothing and uses no thread-local storage of ours, whose set-up may itself allocate.
+
+use std::cell::UnsafeCell;
+use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+
+const FREE: u32 = 0;
+const HELD: u32 = 1;
+const CONTENDED: u32 = 2;
+
+/// Tells threads apart; never zero. A forked child's thread has the key of the thread that forked.
+#[must_use]
+pub fn thread_key() -> usize {
+    // SAFETY: pthread_self has no preconditions.
+    let key = unsafe { libc::pthread_self() };
+    usize::try_from(key).unwrap_or(usize::MAX)
+}
+
+/// Data behind a lock.
+pub struct Guarded<T> {
+    word: AtomicU32,
+    /// Key of the holder, 0 while nobody holds it.
+    owner: AtomicUsize,
+    /// The holder is between the two halves of a fork: the data is whole, and the holder may enter.
+    across_fork: AtomicBool,
+    data: UnsafeCell<T>,
+}
+
+// SAFETY: the data is reached only through `Entered`, of which one exists at a time (see `enter`).
+unsafe impl<T: Send> Sync for Guarded<T> {}
+
+impl<T> std::fmt::Debug for Guarded<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Guarded").finish_non_exhaustive()
+    }
+}
+
+/// The right to use the data.
+pub struct Entered<'a, T> {
+    lock: &'a Guarded<T>,
+    /// False for an entry between the two halves of a fork.
+    releases: bool,
+}
+
+impl<T> std::fmt::Debug for Entered<'_, T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Entered").finish_non_exhaustive()
+    }
+}
+
+impl<T> Guarded<T> {
+    /// Puts `data` behind a lock.
+    pub const fn new(data: T) -> Self {
+        Self {
+            word: AtomicU32::new(FREE),
+            owner: AtomicUsize::new(0),
+            across_fork: AtomicBool::new(false),
+            data: UnsafeCell::new(data),
+        }
+    }
+
+    /// Waits for the lock. `None` if this thread is already inside: the caller does without.
+    pub fn enter(&self) -> Option<Entered<'_, T>> {
+        let key = thread_key();
+        if self.owner.load(Ordering::Relaxed) == key {
+            // Only this thread stores this key, so what it reads here is its own doing.
+            if self.across_fork.load(Ordering::Relaxed) {
+                // One entry at a time also here: a nested one finds the flag down.
+                self.across_fork.store(false, Ordering::Relaxed);
+                return Some(Entered { lock: self, releases: false });
+            }
+            return None;
+        }
+        self.acquire(key);
+        Some(Entered { lock: self, releases: true })
+    }
+
+    /// Whether this thread is inside.
+    pub fn is_entered(&self) -> bool {
+        self.owner.load(Ordering::Relaxed) == thread_key()
+    }
+
+    /// First half of a fork: takes the lock and keeps it. A thread that is inside already (a fork in
+    /// a signal handler) goes on without: its child must not use the data.
+    ///
+    /// Gives whether the lock was taken.
+    pub fn hold_for_fork(&self) -> bool {
+        let key = thread_key();
+        if self.owner.load(Ordering::Relaxed) == key {
+            return false;
+        }
+        self.acquire(key);
+        self.across_fork.store(true, Ordering::Relaxed);
+        true
+    }
+
+    /// Second half of a fork, in parent and child, where [`Self::hold_for_fork`] gave true.
+    pub fn release_after_fork(&self) {
+        self.across_fork.store(false, Ordering::Relaxed);
+        self.release();
+    }
+
+    fn acquire(&self, key: usize) {
+        let free = self.word.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed);
+        if free.is_err() {
+            self.acquire_slowly();
+        }
+        self.owner.store(key, Ordering::Relaxed);
+    }
+
+    #[cold]
+    fn acquire_slowly(&self) {
+        for _ in 0..100 {
+            std::hint::spin_loop();
+            if self.word.load(Ordering::Relaxed) == FREE
+                && self
+                    .word
+                    .compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed)
+                    .is_ok()
+            {
+                return;
+            }
+        }
+        while self.word.swap(CONTENDED, Ordering::Acquire) != FREE {
+            self.futex(libc::FUTEX_WAIT, CONTENDED);
+        }
+    }
+
+    fn release(&self) {
+        self.owner.store(0, Ordering::Relaxed);
+        if self.word.swap(FREE, Ordering::Release) == CONTENDED {
+            self.futex(libc::FUTEX_WAKE, 1);
+        }
+    }
+
+    fn futex(&self, operation: i32, value: u32) {
+        // SAFETY: the word lives as long as `self`; a null timeout means none. Errors (a value that
+        // changed, a signal) send the caller round its loop.
+        unsafe {
+            libc::syscall(
+                libc::SYS_futex,
+                self.word.as_ptr(),
+                operation | libc::FUTEX_PRIVATE_FLAG,
+                value,
+                std::ptr::null::<libc::timespec>(),
+            );
+        }
+    }
+}
+
+impl<T> Deref for Entered<'_, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        // SAFETY: this entry is the only one: another thread waits for the lock, and this thread
+        // gets none while `across_fork` is down.
+        unsafe { &*self.lock.data.get() }
+    }
+}
+
+impl<T> DerefMut for Entered<'_, T> {
+    fn deref_mut(&mut self) -> &mut T {
+        // SAFETY: as in `deref`; `&mut self` makes this the only reference made from the entry.
+        unsafe { &mut *self.lock.data.get() }
+    }
+}
+
+impl<T> Drop for Entered<'_, T> {
+    fn drop(&mut self) {
+        if self.releases {
+            self.lock.release();
+        } else {
+            self.lock.across_fork.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_right_under_contention() {
+        let lock = Guarded::new(0_u64);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..10_000 {
+                        *lock.enter().expect("not inside") += 1;
+                    }
+                });
+            }
+        });
+        assert_eq!(*lock.enter().expect("not inside"), 40_000);
+    }
+
+    #[test]
+    fn the_holder_is_turned_away_but_not_between_the_halves_of_a_fork() {
+        let lock = Guarded::new(());
+        let inside = lock.enter().expect("free");
+        assert!(lock.enter().is_none());
+        assert!(!lock.hold_for_fork());
+        drop(inside);
+
+        assert!(lock.hold_for_fork());
+        let inside = lock.enter().expect("whole between the halves");
+        assert!(lock.enter().is_none());
+        drop(inside);
+        drop(lock.enter().expect("again"));
+        lock.release_after_fork();
+        assert!(!lock.is_entered());
+        drop(lock.enter().expect("free"));
+    }
+}

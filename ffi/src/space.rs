@@ -1,0 +1,220 @@
+//! Address space: managed ranges, and tables of our own that are never managed.
+
+use std::io;
+use std::marker::PhantomData;
+use std::ptr::NonNull;
+use tiermgr_core::units::CHUNK_BYTES;
+
+/// A multiple of this is where regions, limbo and huge pages begin.
+pub const CHUNK: usize = {
+    assert!(CHUNK_BYTES == 2 << 20);
+    2 << 20
+};
+
+/// Bytes of a page.
+#[must_use]
+pub fn page_bytes() -> usize {
+    usize::try_from(tiermgr_sys::process::page_size()).unwrap_or(4096)
+}
+
+/// A range with a page of nothing on either side.
+#[derive(Debug)]
+pub struct Reserved {
+    start: usize,
+    len: usize,
+}
+
+impl Reserved {
+    /// Reserves `len` bytes (a multiple of a chunk) from a multiple of a chunk on: private anonymous
+    /// memory, readable and writable, that costs nothing before it is touched.
+    ///
+    /// The guard pages keep the kernel from merging the mapping with a neighbour: what is armed and
+    /// what is not then never depends on who lives next door.
+    ///
+    /// # Errors
+    /// `ENOMEM` where the address space or a limit of the process is used up.
+    pub fn new(len: usize) -> io::Result<Self> {
+        let guard = page_bytes();
+        let with_slack = len
+            .checked_add(CHUNK + 2 * guard)
+            .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
+        let base = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                with_slack,
+                libc::PROT_NONE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let base = base as usize;
+        let start = (base + guard).next_multiple_of(CHUNK);
+        let end = start + len;
+        let unused_end = base + with_slack;
+        unmap(base, start - guard - base);
+        unmap(end + guard, unused_end - end - guard);
+        // SAFETY: [start, end) lies inside the mapping made above, which nobody else knows.
+        let opened = unsafe {
+            libc::mprotect(start as *mut libc::c_void, len, libc::PROT_READ | libc::PROT_WRITE)
+        };
+        if opened != 0 {
+            let error = io::Error::last_os_error();
+            unmap(start - guard, len + 2 * guard);
+            return Err(error);
+        }
+        Ok(Self { start, len })
+    }
+
+    /// First byte.
+    #[must_use]
+    pub const fn start(&self) -> usize {
+        self.start
+    }
+
+    /// Length without the guards.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Passes advice to the kernel. Advice that it does not know is no advice.
+    pub fn advise(&self, advice: i32) {
+        // SAFETY: the range is our own mapping; the callers' advice (HUGEPAGE, DONTFORK, DONTDUMP)
+        // changes no byte of it.
+        unsafe {
+            libc::madvise(self.start as *mut libc::c_void, self.len, advice);
+        }
+    }
+
+    /// Gives the range back. Nothing may point into it, and nothing of the daemon or the helper may
+    /// be on its way to it.
+    pub fn unmap(self) {
+        let guard = page_bytes();
+        unmap(self.start - guard, self.len + 2 * guard);
+    }
+}
+
+fn unmap(start: usize, len: usize) {
+    if len > 0 {
+        // SAFETY: callers pass parts of a mapping that they made and that nothing uses.
+        unsafe {
+            libc::munmap(start as *mut libc::c_void, len);
+        }
+    }
+}
+
+/// Maps one private page of its own that nobody touches, kept apart from its neighbours by guards,
+/// and gives its address. It stays for the life of the process.
+///
+/// # Errors
+/// `ENOMEM`.
+pub fn untouched_page() -> io::Result<usize> {
+    let page = page_bytes();
+    // SAFETY: a new mapping at an address of the kernel's choice.
+    let base = unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            3 * page,
+            libc::PROT_NONE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+            -1,
+            0,
+        )
+    };
+    if base == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    let middle = base as usize + page;
+    // SAFETY: the middle page of the mapping made above.
+    let opened = unsafe {
+        libc::mprotect(middle as *mut libc::c_void, page, libc::PROT_READ | libc::PROT_WRITE)
+    };
+    if opened != 0 {
+        let error = io::Error::last_os_error();
+        unmap(base as usize, 3 * page);
+        return Err(error);
+    }
+    Ok(middle)
+}
+
+/// Types for which bytes of zero are a value.
+///
+/// # Safety
+/// All-zero bytes must be a valid value of the type, and the type must have no `Drop`.
+pub unsafe trait ZeroIsValid {}
+
+/// An array in a mapping of its own: neither in managed memory nor in libc's heap. It costs memory
+/// only where it was touched, and is never given back.
+pub struct Table<T> {
+    base: NonNull<T>,
+    len: usize,
+    of: PhantomData<T>,
+}
+
+// SAFETY: a table owns its elements, like a `Vec`.
+unsafe impl<T: Send> Send for Table<T> {}
+
+impl<T> std::fmt::Debug for Table<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Table").field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
+impl<T: ZeroIsValid> Table<T> {
+    /// `len` elements of zero bytes.
+    ///
+    /// # Errors
+    /// `ENOMEM`.
+    pub fn zeroed(len: usize) -> io::Result<Self> {
+        const { assert!(align_of::<T>() <= 4096) };
+        let bytes = len
+            .checked_mul(size_of::<T>())
+            .filter(|&bytes| bytes > 0)
+            .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let base = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let base = NonNull::new(base.cast::<T>())
+            .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        Ok(Self { base, len, of: PhantomData })
+    }
+}
+
+impl<T> std::ops::Deref for Table<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: `base` begins a live mapping of `len` elements, page-aligned, zero at first, which
+        // is a valid value (`ZeroIsValid`); it is never unmapped.
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.len) }
+    }
+}
+
+impl<T> std::ops::DerefMut for Table<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as in `deref`; `&mut self` makes it the only reference.
+        unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.len) }
+    }
+}
