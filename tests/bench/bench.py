@@ -1,0 +1,223 @@
+"""Benchmarks, as markdown tables: `bench.py NAME [--pairs N]`. Run by scripts/bench.
+
+Both sides of a comparison run in memory cgroups of the same limit, the daemon included, in turn
+(A B A B ...). Tables give medians, minimum and maximum, and the median of the ratios of the pairs.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import pathlib
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "system"))
+
+from box import MIB, Box, SwapFile, Unavailable, drop_caches  # noqa: E402
+from product import (  # noqa: E402
+    BUILD, CTL, DIST, PRELOAD, ROOT, Daemon, clean_environment, compile_c, counters, run_command)
+
+DRAM_MIB = 256
+DATA_MIB = 512
+# What a limit leaves to the program itself, its libraries and rounding.
+SLACK_MIB = 24
+WAYS = ("sequential-read", "sequential-write", "random-read", "random-write")
+
+
+def program(name):
+    """Compiles one of the C programs here."""
+    flags = []
+    if name == "fault_service":
+        flags = [f"-I{ROOT / 'include'}", f"-L{DIST / 'lib'}", "-ltiermgr",
+                 f"-Wl,-rpath,{DIST / 'lib'}"]
+    return compile_c(HERE / f"{name}.c", BUILD / "bench" / name, *flags)
+
+
+def run(command, box=None, env=None, seconds=300):
+    """Runs a program that prints one JSON object."""
+    popen = box.popen if box else subprocess.Popen
+    process = popen([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                    stdin=subprocess.DEVNULL, text=True, env=env or clean_environment())
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise
+    if process.returncode != 0:
+        raise RuntimeError(f"{shlex.join(map(str, command))}: {process.returncode}\n{err[-2000:]}")
+    return json.loads(out.splitlines()[-1])
+
+
+def spread(values, form="{:.2f}"):
+    """Median, and the range if there is one."""
+    text = form.format(statistics.median(values))
+    if len(values) > 1:
+        text += f" ({form.format(min(values))} to {form.format(max(values))})"
+    return text
+
+
+def ratio(ours, theirs, form="{:.2f}"):
+    """Spread of the ratios of pairs."""
+    return spread([a / b for a, b in zip(ours, theirs, strict=True)], form)
+
+
+def table(head, rows):
+    """Prints a markdown table."""
+    print("| " + " | ".join(head) + " |")
+    print("|" + "---|" * len(head))
+    for row in rows:
+        print("| " + " | ".join(map(str, row)) + " |")
+    print(flush=True)
+
+
+def machine():
+    """What this runs on, so that a number can be judged."""
+    model = "unknown processor"
+    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
+    print(f"{datetime.date.today()}, Linux {platform.release()}, {os.cpu_count()} CPUs ({model}), "
+          f"{memory:.0f} GiB. Command: `scripts/bench {shlex.join(sys.argv[1:])}`\n", flush=True)
+
+
+@contextlib.contextmanager
+def folder():
+    BUILD.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="scratch-bench-", dir=BUILD) as name:
+        yield pathlib.Path(name)
+
+
+def device(_pairs):
+    """The device itself, and how far it varies."""
+    with folder() as at:
+        runs = [run([program("raw_device"), at / "file"]) for _ in range(3)]
+    table(["device, O_DIRECT", "median (range)"],
+          [["stream read, 2 MiB, GB/s", spread([r["read_gb_per_s"] for r in runs])],
+           ["stream write, 2 MiB, GB/s", spread([r["write_gb_per_s"] for r in runs])],
+           ["4 KiB read at depth 1, p50 us", spread([r["p50_us"] for r in runs], "{:.0f}")],
+           ["4 KiB read at depth 1, p99 us", spread([r["p99_us"] for r in runs], "{:.0f}")],
+           ["4 KiB reads/s at depth 16", spread([r["iops_depth_16"] for r in runs], "{:.0f}")]])
+    return runs
+
+
+def fault(pairs):
+    """Fault service against a handler that does nothing else and never sleeps."""
+    bare, ours = [], []
+    binary = program("fault_service")
+    with folder() as at, Daemon(at, 512 * MIB, 2048 * MIB) as daemon:
+        for _ in range(pairs):
+            bare.append(run([binary, "bare", 4000]))
+            ours.append(run([binary, "tiermgr", 4000], env=daemon.environment()))
+            daemon.wait_until_empty()
+    rows = []
+    for key in ("p50_us", "p90_us", "p99_us", "mean_us"):
+        a, b = [r[key] for r in ours], [r[key] for r in bare]
+        rows.append([key.replace("_us", ", us"), spread(a, "{:.1f}"), spread(b, "{:.1f}"), ratio(a, b)])
+    table(["fault answered with zeros", "tiermgr", "bare spinning handler", "ratio"], rows)
+
+
+def oversubscribed(pairs):
+    """Twice the limit, against kernel swap on a file of the same disk."""
+    device(1)
+    limit = (DRAM_MIB + SLACK_MIB) * MIB
+    binary = program("access")
+    rows, work = [], []
+    for way in WAYS:
+        ours, swap, told = [], [], []
+        for _ in range(pairs):
+            with folder() as at, Box("bench", limit) as box:
+                drop_caches()
+                report = at / "report.json"
+                ours.append(run(run_command(DRAM_MIB * MIB, f"{at / 'store'}:2G", report,
+                                            [binary, way, DATA_MIB, 5]), box))
+                told.append(counters(report))
+            with SwapFile(BUILD / "bench-swap", 2048 * MIB), Box("bench", limit, swap=True) as box:
+                drop_caches()
+                swap.append(run([binary, way, DATA_MIB, 5], box))
+        sequential = way.startswith("sequential")
+        key, unit, form = (("gb_per_s", "GB/s", "{:.2f}") if sequential
+                           else ("accesses_per_s", "accesses/s", "{:.0f}"))
+        a, b = [r[key] for r in ours], [r[key] for r in swap]
+        rows.append([f"{way}, {unit}", spread(a, form), spread(b, form), ratio(a, b)])
+        for part in () if sequential else ("p50_us", "p99_us"):
+            a, b = [r.get(part, 0) for r in ours], [r.get(part, 0) for r in swap]
+            rows.append([f"{way}, {part[:3]} of absent pages, us", spread(a, "{:.0f}"),
+                         spread(b, "{:.0f}"), ratio(a, b) if all(b) else "-"])
+        work.append([way, *(spread([t[k] for t in told], "{:.0f}") for k in
+                            ("recalled_pages", "prefetched_pages", "parked_pages")),
+                     spread([(t["store_read_bytes"] + t["store_written_bytes"]) / MIB for t in told],
+                            "{:.0f}")])
+    print(f"{DATA_MIB} MiB of data, --dram {DRAM_MIB}M, both sides in a cgroup of "
+          f"{limit // MIB} MiB; 5 s each.\n")
+    table(["", "tiermgr", "swap file", "ratio"], rows)
+    table(["proof of work", "recalled pages", "prefetched pages", "parked pages", "MiB moved"], work)
+
+
+def pair_below(pairs, command, env):
+    """Runs of `command` with and without the allocator, everything fitting."""
+    ours, theirs = [], []
+    with folder() as at, Daemon(at, 4096 * MIB, 256 * MIB) as daemon:
+        for _ in range(pairs):
+            theirs.append(run(command, env=clean_environment(**env)))
+            ours.append(run(command, env=daemon.preloaded(**env)))
+            daemon.wait_until_empty()
+    return ours, theirs
+
+
+def below(pairs):
+    """NumPy where everything fits."""
+    ours, theirs = pair_below(pairs, [sys.executable, HERE / "numpy_below.py", 512],
+                              {"OPENBLAS_NUM_THREADS": "2"})
+    rows = []
+    for key in ours[0]:
+        a, b = [r[key] * 1e3 for r in ours], [r[key] * 1e3 for r in theirs]
+        rows.append([key.removesuffix("_s") + ", ms", spread(a, "{:.1f}"), spread(b, "{:.1f}"),
+                     ratio(a, b, "{:.3f}")])
+    table(["NumPy, 512 MiB, all of it fits", "tiermgr", "without", "ratio"], rows)
+
+
+def malloc(pairs):
+    """Allocations where everything fits."""
+    rows = []
+    binary = program("malloc_loop")
+    for kib, rounds in ((16, 400_000), (256, 40_000), (1024, 8_000), (16384, 200)):
+        ours, theirs = pair_below(pairs, [binary, kib << 10, rounds], {})
+        a, b = [r["ns_per_block"] for r in ours], [r["ns_per_block"] for r in theirs]
+        rows.append([f"{kib} KiB, ns a block", spread(a, "{:.0f}"), spread(b, "{:.0f}"), ratio(a, b)])
+    table(["allocate, touch each page, free", "tiermgr", "glibc", "ratio"], rows)
+
+
+BENCHMARKS = {"device": device, "fault": fault, "oversubscribed": oversubscribed, "below": below,
+              "malloc": malloc}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", choices=[*BENCHMARKS, "all"])
+    parser.add_argument("--pairs", type=int, default=5)
+    options = parser.parse_args()
+    for path in (CTL, PRELOAD):
+        if not path.exists():
+            sys.exit(f"{path} is not there: run scripts/build")
+    machine()
+    names = BENCHMARKS if options.name == "all" else [options.name]
+    try:
+        for name in names:
+            BENCHMARKS[name](options.pairs)
+    except Unavailable as error:
+        sys.exit(f"bench: cannot be measured here: {error}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

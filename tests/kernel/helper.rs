@@ -1,0 +1,344 @@
+//! The helper process: what it does, what it may do, and what becomes of it.
+
+#![expect(clippy::expect_used, reason = "a test ends where it fails")]
+
+use std::os::fd::AsFd;
+use std::thread;
+use std::time::Duration;
+use tiermgr_sys::helper::{self, HelperConfig, HelperHandle};
+use tiermgr_sys::memory::read_memory;
+use tiermgr_sys::process::page_size;
+use tiermgr_sys::ring::{
+    Command, Completion, HelperState, MoveVia, RingError, RingOwner, RingTicket,
+};
+use tiermgr_sys::uffd::{Message, Mode, Outcome, Uffd};
+use tiermgr_sys::{pidfd, sock};
+use tiermgr_tests::harness::{begin, eventually};
+use tiermgr_tests::memory::{ARENA, Area, LIMBO, fork, length, next_message, page_of, userfaultfd};
+
+const PAGES: u64 = 16;
+
+/// A client of this process with its helper.
+struct Client {
+    arena: Uffd,
+    home: Area,
+    limbo: Uffd,
+    away: Area,
+    ring: RingOwner,
+    helper: HelperHandle,
+}
+
+impl Client {
+    /// `first + page` in each page of the arena.
+    fn new(first: u64) -> Option<Self> {
+        let (arena, limbo) = (userfaultfd(ARENA)?, userfaultfd(LIMBO)?);
+        let (home, away) = (Area::filled(PAGES, first), Area::new(PAGES));
+        arena.register(home.at(0), home.len(), Mode::MISSING_WP).expect("register");
+        limbo.register(away.at(0), away.len(), Mode::MISSING).expect("register");
+        let ring = RingOwner::create().expect("ring");
+        let helper = spawn(&ring, &arena, &limbo);
+        Some(Self { arena, home, limbo, away, ring, helper })
+    }
+
+    fn park(&self, page: u64, pages: u64) -> Command {
+        Command::Move {
+            via: MoveVia::Limbo,
+            dst: self.away.at(page),
+            src: self.home.at(page),
+            len: pages * page_size(),
+            allow_holes: false,
+            wake: false,
+        }
+    }
+
+    fn end(mut self) {
+        self.ring.stop();
+        self.helper.reap(Duration::from_secs(10)).expect("ends when it is told to");
+        assert_eq!(self.ring.helper_state(), HelperState::Ended);
+    }
+}
+
+fn spawn(ring: &RingOwner, arena: &Uffd, limbo: &Uffd) -> HelperHandle {
+    helper::spawn(&HelperConfig {
+        ring: ring.memfd(),
+        event: ring.eventfd(),
+        arena: Some(arena.as_fd()),
+        limbo: limbo.as_fd(),
+        hold: &[],
+    })
+    .expect("helper")
+}
+
+fn answer(ring: &mut RingOwner) -> (RingTicket, Completion) {
+    let mut got = None;
+    eventually(Duration::from_secs(10), || {
+        got = ring.poll().expect("an honest helper");
+        got.is_some()
+    });
+    got.expect("an answer within ten seconds")
+}
+
+fn all(pages: u64) -> Completion {
+    Completion::Done { bytes: pages * page_size(), errno: 0 }
+}
+
+fn signal(helper: &HelperHandle, signal: i32) {
+    let fd = pidfd::open(helper.pid()).expect("pidfd");
+    pidfd::send_signal(fd.as_fd(), signal).expect("signal");
+}
+
+/// The life of a page: into limbo, read from outside, dropped, faulted, filled; and another one moved back.
+#[test]
+fn pages_go_to_limbo_and_come_back() {
+    let _begun = begin("park and recall");
+    let Some(mut client) = Client::new(500) else { return };
+    let ticket = client.ring.push(client.park(0, PAGES)).expect("room");
+    assert_eq!(answer(&mut client.ring), (ticket, all(PAGES)));
+    assert_eq!((client.home.present_pages(), client.away.present_pages()), (0, PAGES));
+    let mut bytes = vec![0; length(client.away.len())];
+    let n = read_memory(client.helper.pid(), &[(client.away.at(0), client.away.len())], &mut bytes);
+    assert_eq!(n.expect("through the helper"), bytes.len());
+    let drop = Command::Drop { start: client.away.at(0), len: 8 * page_size() };
+    client.ring.push(drop).expect("room");
+    assert_eq!(answer(&mut client.ring).1, all(8));
+    assert_eq!(client.away.present_pages(), PAGES - 8);
+
+    let home = client.home;
+    let reader = thread::spawn(move || (home.read(3), home.read(9)));
+    assert!(
+        matches!(next_message(&client.arena), Message::Pagefault { address, .. } if address == home.at(3))
+    );
+    let at = length(3 * page_size());
+    let parked = &bytes[at..at + length(page_size())];
+    assert_eq!(client.arena.copy(home.at(3), parked, true, true).outcome, Outcome::Done);
+    assert!(
+        matches!(next_message(&client.arena), Message::Pagefault { address, .. } if address == home.at(9))
+    );
+    let back = Command::Move {
+        via: MoveVia::Arena,
+        dst: home.at(8),
+        src: client.away.at(8),
+        len: 8 * page_size(),
+        allow_holes: false,
+        wake: true,
+    };
+    client.ring.push(back).expect("room");
+    assert_eq!(answer(&mut client.ring).1, all(8));
+    assert_eq!(reader.join().expect("reader"), (503, 509));
+    client.end();
+}
+
+/// Refusals come back as how far it got, and why.
+#[test]
+fn a_refused_command_says_how_far_it_came() {
+    let _begun = begin("results");
+    let Some(mut client) = Client::new(1) else { return };
+    client.home.advise(2, 1, libc::MADV_DONTNEED).expect("a hole");
+    client.ring.push(client.park(0, 4)).expect("room");
+    let hole = Completion::Done { bytes: 2 * page_size(), errno: libc::ENOENT };
+    assert_eq!(answer(&mut client.ring).1, hole);
+    client.ring.push(Command::Drop { start: 4096, len: page_size() }).expect("room");
+    let gone = Completion::Done { bytes: 0, errno: libc::ENOMEM };
+    assert_eq!(answer(&mut client.ring).1, gone);
+    client
+        .ring
+        .push(Command::Populate { start: client.home.at(4), len: 2 * page_size() })
+        .expect("room");
+    assert_eq!(answer(&mut client.ring).1, all(2));
+    client.end();
+}
+
+/// More commands than the ring has entries, in order, with the executor asleep in between.
+#[test]
+fn an_executor_that_sleeps_is_told() {
+    let _begun = begin("eventfd");
+    let Some(mut client) = Client::new(1) else { return };
+    for round in 0..200 {
+        let page = round % PAGES;
+        client.ring.set_sleeping(true);
+        let populate = Command::Populate { start: client.home.at(page), len: page_size() };
+        let ticket = client.ring.push(populate).expect("room");
+        let told = eventually(Duration::from_secs(10), || {
+            tiermgr_sys::shm::eventfd_drain(client.ring.eventfd()).expect("eventfd") > 0
+        });
+        assert!(told, "round {round}");
+        assert_eq!(client.ring.poll(), Ok(Some((ticket, all(1)))), "round {round}");
+    }
+    client.end();
+}
+
+/// A command that was not taken can be taken back, and then never runs; those behind it do.
+#[test]
+fn a_cancelled_command_never_runs() {
+    let _begun = begin("cancel");
+    let Some(mut client) = Client::new(1) else { return };
+    signal(&client.helper, libc::SIGSTOP);
+    let stopped = eventually(Duration::from_secs(10), || {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", client.helper.pid()));
+        stat.is_ok_and(|stat| stat.contains(") T "))
+    });
+    assert!(stopped);
+    let first = client.ring.push(client.park(0, 1)).expect("room");
+    let second = client.ring.push(client.park(1, 1)).expect("room");
+    assert!(client.ring.cancel(first));
+    assert_eq!(client.ring.poll(), Ok(Some((first, Completion::Cancelled))));
+    // Its entry comes round again before the helper has seen that it was cancelled.
+    let mut later = Vec::new();
+    for page in 2..PAGES {
+        later.push(client.ring.push(client.park(page, 1)).expect("room"));
+    }
+    signal(&client.helper, libc::SIGCONT);
+    assert_eq!(answer(&mut client.ring), (second, all(1)));
+    for ticket in later {
+        assert_eq!(answer(&mut client.ring), (ticket, all(1)));
+    }
+    assert!(client.home.present(0));
+    assert_eq!(client.home.present_pages(), 1);
+    client.end();
+}
+
+/// A new daemon waits for the epoch; what the old one had queued never runs afterwards.
+#[test]
+fn a_new_epoch_ends_the_commands_of_the_old_one() {
+    let _begun = begin("epoch");
+    let Some(mut client) = Client::new(1) else { return };
+    signal(&client.helper, libc::SIGSTOP);
+    let stopped = eventually(Duration::from_secs(10), || {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", client.helper.pid()));
+        stat.is_ok_and(|stat| stat.contains(") T "))
+    });
+    assert!(stopped);
+    client.ring.push(client.park(0, 1)).expect("room");
+    let memfd = client.ring.memfd().try_clone_to_owned().expect("dup");
+    let event = client.ring.eventfd().try_clone_to_owned().expect("dup");
+    let mut second = RingOwner::open(memfd, event).expect("attach");
+    thread::sleep(Duration::from_millis(20));
+    assert!(!second.epoch_acknowledged());
+    assert_eq!(second.push(client.park(1, 1)), Err(RingError::EpochPending));
+    signal(&client.helper, libc::SIGCONT);
+    assert!(eventually(Duration::from_secs(10), || second.epoch_acknowledged()));
+    let ticket = second.push(client.park(1, 1)).expect("acknowledged");
+    assert_eq!(answer(&mut second), (ticket, all(1)));
+    assert!(client.home.present(0), "the old daemon's command did not run");
+    client.ring = second;
+    client.end();
+}
+
+/// A helper that was killed takes nothing along: the descriptors live on, and a new one goes on.
+#[test]
+fn a_killed_helper_is_replaced() {
+    let _begun = begin("killed helper");
+    let Some(mut client) = Client::new(1) else { return };
+    signal(&client.helper, libc::SIGKILL);
+    client.helper.reap(Duration::from_secs(10)).expect("dead");
+    let ticket = client.ring.push(client.park(0, 1)).expect("nobody to take it");
+    let left = client.ring.forget_all();
+    assert_eq!(left, [(ticket, client.park(0, 1))]);
+    client.ring.new_epoch();
+    assert!(!client.ring.epoch_acknowledged());
+    client.helper = spawn(&client.ring, &client.arena, &client.limbo);
+    assert!(eventually(Duration::from_secs(10), || client.ring.epoch_acknowledged()));
+    client.ring.push(client.park(3, 2)).expect("room");
+    assert_eq!(answer(&mut client.ring).1, all(2));
+    assert_eq!(client.home.present_pages(), PAGES - 2);
+    client.end();
+}
+
+fn status_of(pid: i32, key: &str) -> String {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("status");
+    let line = status.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
+    line.unwrap_or_default().trim().to_owned()
+}
+
+/// No rights, no other descriptors, no signals, and out of the program's sight.
+#[test]
+fn a_helper_has_nothing_that_it_does_not_need() {
+    let _begun = begin("rights");
+    let Some(client) = Client::new(1) else { return };
+    let pid = client.helper.pid();
+    assert_eq!(pidfd::comm_of(pid).expect("name"), "tiermgr-helper");
+    assert_eq!(status_of(pid, "CapEff"), "0000000000000000");
+    assert_eq!(status_of(pid, "CapPrm"), "0000000000000000");
+    assert_eq!(status_of(pid, "NoNewPrivs"), "1");
+    assert_eq!(status_of(pid, "Seccomp"), "2");
+    // SIGKILL and SIGSTOP cannot be blocked, and are not shown as blocked.
+    let blocked = u64::from_str_radix(&status_of(pid, "SigBlk"), 16).expect("hexadecimal");
+    assert_eq!(blocked, !(1 << 8 | 1 << 18), "{blocked:x}");
+    assert_eq!(status_of(pid, "NSsid"), pid.to_string(), "a session of its own");
+    let mut fds: Vec<i32> = std::fs::read_dir(format!("/proc/{pid}/fd"))
+        .expect("fd")
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+        .collect();
+    fds.sort_unstable();
+    let expected = [helper::FD_ARENA, helper::FD_LIMBO, helper::FD_EVENT, helper::FD_RING];
+    assert_eq!(fds, expected);
+    assert!(pidfd::same_memory(pid, std::process::id().cast_signed()).expect("kcmp"));
+    let mut status = 0;
+    // SAFETY: waitpid writes one int.
+    let seen = unsafe { libc::waitpid(-1, &raw mut status, libc::WNOHANG) };
+    assert_eq!(seen, -1, "the program's wait() does not know of it");
+    client.end();
+}
+
+/// Its duplicates can be fetched by number, and keep parked pages parked when all others are closed.
+#[test]
+fn a_helper_holds_duplicates_that_a_daemon_can_fetch() {
+    let _begun = begin("duplicates");
+    let Some(client) = Client::new(1) else { return };
+    let Client { arena, home, limbo, ring, mut helper, .. } = client;
+    home.advise(0, 1, libc::MADV_DONTNEED).expect("park");
+    let reader = thread::spawn(move || home.read(0));
+    next_message(&arena);
+    drop((arena, limbo));
+    thread::sleep(Duration::from_millis(20));
+    assert!(!reader.is_finished());
+    let process = pidfd::open(helper.pid()).expect("pidfd");
+    let again = Uffd::from_fd(pidfd::getfd(process.as_fd(), helper::FD_ARENA).expect("fetch"));
+    assert_eq!(again.copy(home.at(0), &page_of(31), false, true).outcome, Outcome::Done);
+    assert_eq!(reader.join().expect("reader"), 31);
+    ring.stop();
+    helper.reap(Duration::from_secs(10)).expect("ends");
+}
+
+/// The memory of a client that has exited is still there until the helper is stopped: a child may need
+/// pages from its limbo.
+#[test]
+fn a_helper_keeps_the_memory_of_a_client_that_has_exited() {
+    let _begun = begin("lingering");
+    if userfaultfd(LIMBO).is_none() {
+        return;
+    }
+    let (ours, theirs) = sock::Stream::pair().expect("pair");
+    let ring = RingOwner::create().expect("ring");
+    let (memfd, event) = (ring.memfd().try_clone_to_owned(), ring.eventfd().try_clone_to_owned());
+    let (memfd, event) = (memfd.expect("dup"), event.expect("dup"));
+    let area = Area::filled(4, 90);
+    let client = fork(move || {
+        let Some(limbo) = userfaultfd(LIMBO) else { return 1 };
+        let spawned = helper::spawn(&HelperConfig {
+            ring: memfd.as_fd(),
+            event: event.as_fd(),
+            arena: None,
+            limbo: limbo.as_fd(),
+            hold: &[],
+        });
+        let Ok(helper) = spawned else { return 2 };
+        i32::from(theirs.send_with_fds(&helper.pid().to_ne_bytes(), &[]).is_err())
+    });
+    let mut pid = [0; 4];
+    ours.recv_with_fds(&mut pid).expect("its pid");
+    let pid = i32::from_ne_bytes(pid);
+    let helper = pidfd::open(pid).expect("pidfd");
+    assert_eq!(client.wait(), 0);
+    let mut ring = ring;
+    assert!(eventually(Duration::from_secs(10), || ring.helper_state() == HelperState::Lingering));
+    let mut bytes = [0; 8];
+    read_memory(pid, &[(area.at(2), 8)], &mut bytes).expect("the dead client's memory");
+    assert_eq!(u64::from_ne_bytes(bytes), 92);
+    // It still works.
+    ring.push(Command::Drop { start: area.at(2), len: page_size() }).expect("room");
+    assert_eq!(answer(&mut ring).1, all(1));
+    assert_eq!(area.read(2), 92, "our own copy is another one");
+    ring.stop();
+    assert!(pidfd::wait(helper.as_fd(), Duration::from_secs(10)).expect("poll"));
+}

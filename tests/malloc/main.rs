@@ -1,0 +1,208 @@
+//! Programs whose `malloc` is tiermgr's, with twice the memory that they may have. The programs are in
+//! C beside this file and check their own bytes; here they get a daemon, and its counters are looked
+//! at.
+
+#[cfg(test)]
+mod stage;
+
+use stage::{Stage, compile, dist, root, run_within, skip, working_set};
+use std::collections::BTreeSet;
+use std::ffi::OsStr;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+const PAGE_BYTES: u64 = 4096;
+
+fn source(name: &str) -> PathBuf {
+    root().join("tests/malloc").join(name)
+}
+
+fn program(name: &str) -> PathBuf {
+    let source = source(&format!("{name}.c"));
+    compile("cc", &[source], &format!("malloc-{name}"), &[OsStr::new("-std=gnu11")])
+}
+
+/// At half of its working set a program must have had about the other half brought back.
+fn recalls_min() -> u64 {
+    (working_set() / 4 / PAGE_BYTES).min(10_000)
+}
+
+/// Runs one program at half of its working set, with what it reads from the environment.
+fn at_half(name: &str, settings: &[(&str, &str)], recalled_pages_min: u64) {
+    at_half_with(name, settings, recalled_pages_min, &[]);
+}
+
+fn at_half_with(name: &str, settings: &[(&str, &str)], recalled_pages_min: u64, flags: &[&str]) {
+    let Some(stage) = Stage::new(name, working_set() / 2, flags) else { return };
+    let mut command = stage.command(&program(name));
+    command.envs(settings.iter().copied());
+    stage.expect_ok(&mut command);
+    stage.expect_work(recalled_pages_min);
+}
+
+#[test]
+fn one_thread() {
+    at_half("threads", &[("THREADS", "1")], recalls_min());
+}
+
+#[test]
+fn two_threads() {
+    at_half("threads", &[("THREADS", "2")], recalls_min());
+}
+
+#[test]
+fn sixteen_threads() {
+    at_half("threads", &[("THREADS", "16")], recalls_min());
+}
+
+#[test]
+fn one_thread_without_uffd_move() {
+    at_half_with("threads", &[("THREADS", "1")], recalls_min(), &["--assume-missing", "uffd_move"]);
+}
+
+#[test]
+fn realloc_growth() {
+    at_half("realloc_growth", &[], 0);
+}
+
+#[test]
+fn fork_under_pressure() {
+    at_half("fork_pressure", &[], recalls_min());
+}
+
+#[test]
+fn fork_and_exec_a_thousand_times() {
+    at_half("fork_exec", &[], recalls_min() / 2);
+}
+
+#[test]
+fn fork_and_the_parent_exits() {
+    at_half("fork_parent_exits", &[], recalls_min());
+}
+
+#[test]
+fn threads_exit_while_others_fault() {
+    at_half("thread_exit", &[], recalls_min() / 2);
+}
+
+#[test]
+fn read_only_weights() {
+    at_half("readonly", &[], recalls_min());
+}
+
+#[test]
+fn locked_memory() {
+    at_half("locked", &[], 0);
+}
+
+#[test]
+fn storm_of_madvise_and_munmap() {
+    at_half("storm", &[], recalls_min() / 2);
+}
+
+#[test]
+fn system_calls_on_parked_memory() {
+    at_half("syscalls", &[("EXPECT_PARKED", "1")], recalls_min());
+}
+
+#[test]
+fn descriptors_are_guarded() {
+    at_half("descriptors", &[], 0);
+}
+
+#[test]
+fn conformance_with_managed_memory() {
+    at_half("conformance", &[], 0);
+}
+
+#[test]
+fn conformance_with_everything_managed() {
+    at_half("conformance", &[("TIERMGR_MIN_SIZE", "16K")], 0);
+}
+
+#[test]
+fn before_main_and_after_it() {
+    let Some(stage) = Stage::new("early", working_set() / 2, &[]) else { return };
+    let flags = ["-std=gnu11", "-shared", "-fPIC"].map(OsStr::new);
+    let linked = compile("cc", &[source("early_library.c")], "libearly-linked.so", &flags);
+    let opened = compile("cc", &[source("early_library.c")], "libearly-opened.so", &flags);
+    let flags = [OsStr::new("-std=gnu11"), linked.as_os_str(), OsStr::new("-ldl")];
+    let early = compile("cc", &[source("early.c")], "malloc-early", &flags);
+    stage.expect_ok(stage.command(&early).env("LIBRARY", opened));
+    stage.expect_work(0);
+}
+
+/// glibc itself passes the same table: it tests what programs expect, not what we happen to do.
+#[test]
+fn conformance_of_glibc() {
+    let output = run_within(&mut Command::new(program("conformance")), Duration::from_secs(60))
+        .expect("ends in time");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn without_a_daemon_memory_comes_from_libc_and_one_line_says_so() {
+    let preload = dist("lib/libtiermgr_preload.so");
+    if !preload.exists() {
+        return skip("dist/lib/libtiermgr_preload.so is not built; run scripts/build");
+    }
+    let conformance = program("conformance");
+    let run = |settings: &[(&str, &str)]| {
+        let mut command = Command::new(&conformance);
+        command.env("LD_PRELOAD", &preload).env("TIERMGR_SOCKET", "/nonexistent/socket");
+        command.envs(settings.iter().copied());
+        run_within(&mut command, Duration::from_secs(60)).expect("ends in time")
+    };
+    let lines =
+        |output: &std::process::Output| String::from_utf8_lossy(&output.stderr).into_owned();
+
+    let output = run(&[]);
+    assert!(output.status.success(), "{}", lines(&output));
+    assert_eq!(lines(&output).lines().count(), 1, "{}", lines(&output));
+    assert!(lines(&output).contains("/nonexistent/socket"), "{}", lines(&output));
+
+    let output = run(&[("TIERMGR_LOG", "off")]);
+    assert!(output.status.success() && output.stderr.is_empty(), "{}", lines(&output));
+    let output = run(&[("TIERMGR_DISABLE", "1")]);
+    assert!(output.status.success() && output.stderr.is_empty(), "{}", lines(&output));
+
+    let output = run(&[("TIERMGR_REQUIRE", "1")]);
+    assert!(!output.status.success(), "large blocks were served though TIERMGR_REQUIRE is set");
+    assert!(lines(&output).contains("TIERMGR_REQUIRE"), "{}", lines(&output));
+}
+
+/// A name too many would replace a function of the program's.
+#[test]
+fn only_the_malloc_family_and_the_guards_are_exported() {
+    let preload = dist("lib/libtiermgr_preload.so");
+    if !preload.exists() {
+        return skip("dist/lib/libtiermgr_preload.so is not built; run scripts/build");
+    }
+    let wanted: BTreeSet<&str> = [
+        "aligned_alloc",
+        "calloc",
+        "close",
+        "close_range",
+        "closefrom",
+        "dup2",
+        "dup3",
+        "free",
+        "malloc",
+        "malloc_usable_size",
+        "memalign",
+        "posix_memalign",
+        "pvalloc",
+        "realloc",
+        "reallocarray",
+        "valloc",
+    ]
+    .into();
+    let output = Command::new("nm")
+        .args(["--dynamic", "--defined-only", "--format=just-symbols"])
+        .arg(&preload)
+        .output()
+        .expect("nm is part of the compiler's tools");
+    let exported = String::from_utf8(output.stdout).expect("names");
+    assert_eq!(exported.lines().collect::<BTreeSet<_>>(), wanted);
+}

@@ -1,0 +1,146 @@
+"""Whoever is killed, nothing stays booked, and whoever lives on reads the right bytes."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import time
+
+import pytest
+
+import product
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def daemon(folder):
+    with product.Daemon(folder, 96 * MIB, 1024 * MIB) as running:
+        yield running
+
+
+@pytest.fixture
+def start(daemon, workload):
+    """Starts clients, and kills what is left of them at the end."""
+    started = []
+
+    def begin(*arguments):
+        process = subprocess.Popen([workload, *map(str, arguments)], stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                   env=daemon.preloaded())
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def hold(start):
+    """Starts a client that fills its memory and then waits for a line."""
+
+    def begin(mib=192):
+        process = start("hold", mib)
+        line = process.stdout.readline()
+        assert line == "filled\n", process.communicate(timeout=20)
+        return process
+
+    return begin
+
+
+def finish(process):
+    """Lets it check its memory."""
+    out, err = process.communicate("go\n", timeout=100)
+    assert process.returncode == 0 and out.endswith("right\n"), (process.returncode, out, err)
+
+
+def helper_of(daemon, process):
+    """The helper, by the daemon's list of clients."""
+    rows = daemon.control("clients")
+    rows = rows if isinstance(rows, list) else rows["clients"]
+    return next(row["helper_pid"] for row in rows if row["pid"] == process.pid)
+
+
+def assert_empty(status):
+    assert status["families"] == 0, status
+    assert status["dram_granted_bytes"] == 0, status
+    assert status["store_used_bytes"] == 0, status
+
+
+def test_a_client_that_ends_gives_everything_back(daemon, hold):
+    process = hold()
+    status = daemon.status()
+    assert status["families"] == 1 and status["store_used_bytes"] > 0, status
+    finish(process)
+    assert_empty(daemon.wait_until_empty())
+
+
+def test_a_killed_client_gives_everything_back(daemon, hold):
+    process = hold()
+    process.kill()
+    process.communicate(timeout=20)
+    assert_empty(daemon.wait_until_empty())
+
+
+def test_a_client_that_loses_its_helper_keeps_its_bytes(daemon, hold):
+    process = hold()
+    os.kill(helper_of(daemon, process), signal.SIGKILL)
+    finish(process)
+    assert_empty(daemon.wait_until_empty())
+
+
+def test_a_client_outlives_the_serving_daemon(daemon, hold):
+    process = hold()
+    before = daemon.status()
+    os.kill(before["daemon_pid"], signal.SIGKILL)
+    finish(process)
+    after = daemon.wait_for(lambda s: s["daemon_pid"] != before["daemon_pid"])
+    assert after["restarts"] == before["restarts"] + 1, after
+    assert_empty(daemon.wait_until_empty())
+
+
+def test_ten_kills_of_the_daemon_while_a_client_works(daemon, start):
+    process = start("fill", 192, 6)
+    killed = set()
+    while len(killed) < 10 and process.poll() is None:
+        time.sleep(0.3)
+        status = daemon.wait_for(lambda s: s["daemon_pid"] not in killed)
+        os.kill(status["daemon_pid"], signal.SIGKILL)
+        killed.add(status["daemon_pid"])
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert len(killed) >= 2, "the client ended too early for this test to say anything"
+    assert_empty(daemon.wait_until_empty())
+
+
+def test_two_clients_share_and_a_killed_one_leaves_the_other_whole(daemon, hold):
+    first, second = hold(192), hold(96)
+    first.kill()
+    first.communicate(timeout=20)
+    finish(second)
+    assert_empty(daemon.wait_until_empty())
+
+
+def test_no_process_and_no_descriptor_grows_with_the_number_of_clients(daemon, workload):
+    def held():
+        status = daemon.status()
+        pids = (status["daemon_pid"], status["keeper_pid"])
+        threads = len(list(pathlib.Path(f"/proc/{pids[0]}/task").iterdir()))
+        return [len(list(pathlib.Path(f"/proc/{pid}/fd").iterdir())) for pid in pids] + [threads]
+
+    def once():
+        subprocess.run([workload, "fill", "32", "1"], env=daemon.preloaded(), check=True,
+                       stdin=subprocess.DEVNULL, timeout=60)
+
+    once()
+    assert_empty(daemon.wait_until_empty())
+    before = held()
+    for _ in range(20):
+        once()
+    assert_empty(daemon.wait_until_empty())
+    deadline = time.monotonic() + 10
+    while (after := held()) != before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert all(b <= a + 2 for a, b in zip(before, after, strict=True)), (before, after)

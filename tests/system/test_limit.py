@@ -1,0 +1,85 @@
+"""Memory stays within the limit, as seen from outside every 10 ms; contents stay right meanwhile."""
+
+import contextlib
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+
+import product
+from box import MIB, Box
+from meter import Meter
+
+PAGE = 4096
+
+
+def assert_worked(counters, data_mib, dram_mib):
+    """An oversubscribed run in which hardly anything moved proves nothing."""
+    least = min(10_000, (data_mib - dram_mib) * MIB // PAGE)
+    came = counters["recalled_pages"] + counters["prefetched_pages"] + counters["rescued_pages"]
+    assert came >= least, counters
+    assert counters["parked_pages"] >= least, counters
+
+
+@pytest.mark.parametrize("dram_mib, data_mib", [(64, 192), (128, 384)])
+def test_peak_within_two_percent_and_16_mib(run_bounded, workload, box, dram_mib, data_mib):
+    with Meter(box) as meter:
+        _, counters = run_bounded([workload, "fill", data_mib, 2], dram_mib, popen=box.popen)
+    assert_worked(counters, data_mib, dram_mib)
+    assert meter.peaks["samples"] > 100, meter.peaks
+    limit = dram_mib * MIB * 102 // 100 + 16 * MIB
+    assert meter.peaks["together_bytes"] <= limit, (meter.peaks, counters)
+
+
+def test_everything_fits_a_cgroup_with_the_daemon_inside(run_bounded, workload, folder):
+    limit = 128 * MIB * 102 // 100 + 32 * MIB
+    with Box("tight", limit) as box:
+        _, counters = run_bounded([workload, "fill", 256, 2], 128, popen=box.popen)
+        assert box.oom_kills() == 0
+    assert_worked(counters, 256, 128)
+
+
+def test_fork_stays_within_the_limit_and_both_copies_are_right(run_bounded, workload, box):
+    with Meter(box) as meter:
+        _, counters = run_bounded([workload, "fork", 128], 96, popen=box.popen)
+    assert counters["forks"] >= 1, counters
+    limit = 96 * MIB * 102 // 100 + 16 * MIB
+    assert meter.peaks["together_bytes"] <= limit, (meter.peaks, counters)
+
+
+def test_blocks_come_and_go(run_bounded, workload):
+    _, counters = run_bounded([workload, "blocks", 192, 10], 64)
+    assert counters["parked_pages"] > 0, counters
+
+
+def test_exit_status_is_that_of_the_program(folder):
+    for code in (0, 3, 77):
+        command = product.run_command(64 * MIB, f"{folder / 'store'}:256M", None,
+                                      [sys.executable, "-c", f"raise SystemExit({code})"])
+        done = subprocess.run(command, env=product.clean_environment(), timeout=60,
+                              stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        assert done.returncode == code, done.stderr
+
+
+def test_nothing_is_left_behind(run_bounded, workload, folder, box):
+    def states():
+        """Folders of private daemons, those of others on this machine left out."""
+        served = b""
+        for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                served += path.read_bytes()
+        found = [p for base in ("/dev/shm", "/run") for p in pathlib.Path(base).glob("tiermgr-run-*")]
+        return {p for p in found if str(p).encode() not in served}
+
+    before = states()
+    run_bounded([workload, "fill", 128, 1], 64, popen=box.popen)
+    # The helper sees within a tenth of a second that its client has gone.
+    deadline = time.monotonic() + 5
+    while box.pids() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert box.pids() == []
+    assert states() - before == set()
+    # Neither does the store that it made stay.
+    assert [p.name for p in folder.iterdir()] == ["report.json"]

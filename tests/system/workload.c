@@ -1,0 +1,203 @@
+/* A program that knows nothing of tiermgr: plain malloc, and every byte is checked.
+ *
+ *   workload fill MIB ROUNDS       fills, then ROUNDS times reads all in order and changes some
+ *   workload hold MIB              fills, says "filled", waits for a line, checks, says "right"
+ *   workload fork MIB              fills, forks; parent and child change and check their own copies
+ *   workload blocks MIB SECONDS    allocates, checks and frees blocks of 64 KiB to 4 MiB
+ *
+ * Says what is wrong and exits with 1 where a byte is; 2 for a wrong command line. */
+
+#include <errno.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#define MIB (1UL << 20)
+#define PAGE 4096UL
+#define PAGE_WORDS (PAGE / sizeof(uint64_t))
+
+static uint64_t mix(uint64_t x)
+{
+    x += 0x9e3779b97f4a7c15U;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9U;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebU;
+    return x ^ (x >> 31);
+}
+
+static void *allocate(size_t bytes)
+{
+    void *block = malloc(bytes);
+
+    if (block == NULL) {
+        fprintf(stderr, "malloc(%zu): %s\n", bytes, strerror(errno));
+        exit(1);
+    }
+    return block;
+}
+
+/* What page `page` holds after `version` changes. */
+static void write_page(uint64_t *words, uint64_t page, uint64_t version)
+{
+    uint64_t seed = mix(page * 1000003 + version);
+
+    for (uint64_t i = 0; i < PAGE_WORDS; i++)
+        words[i] = seed + i;
+}
+
+static void check_page(const uint64_t *words, uint64_t page, uint64_t version, const char *who)
+{
+    uint64_t seed = mix(page * 1000003 + version);
+
+    for (uint64_t i = 0; i < PAGE_WORDS; i++) {
+        if (words[i] == seed + i)
+            continue;
+        fprintf(stderr, "%s: word %lu of page %lu (version %lu) at %p is %016lx, should be %016lx\n",
+                who, (unsigned long)i, (unsigned long)page, (unsigned long)version,
+                (const void *)&words[i], (unsigned long)words[i], (unsigned long)(seed + i));
+        exit(1);
+    }
+}
+
+struct pages {
+    uint64_t *words;
+    uint32_t *versions;
+    uint64_t count;
+};
+
+static struct pages fill(size_t mib)
+{
+    struct pages pages = {.count = mib * MIB / PAGE};
+
+    pages.words = allocate(mib * MIB);
+    pages.versions = calloc(pages.count, sizeof(*pages.versions));
+    if (pages.versions == NULL)
+        exit(1);
+    for (uint64_t page = 0; page < pages.count; page++)
+        write_page(pages.words + page * PAGE_WORDS, page, 0);
+    return pages;
+}
+
+static void check(const struct pages *pages, const char *who)
+{
+    for (uint64_t page = 0; page < pages->count; page++)
+        check_page(pages->words + page * PAGE_WORDS, page, pages->versions[page], who);
+}
+
+/* Changes one page in `every`, chosen by `seed`. */
+static void change(struct pages *pages, uint64_t seed, uint64_t every)
+{
+    for (uint64_t n = 0; n < pages->count / every; n++) {
+        uint64_t page = mix(seed + n) % pages->count;
+
+        check_page(pages->words + page * PAGE_WORDS, page, pages->versions[page], "before a change");
+        pages->versions[page]++;
+        write_page(pages->words + page * PAGE_WORDS, page, pages->versions[page]);
+    }
+}
+
+static int run_fill(size_t mib, uint64_t rounds)
+{
+    struct pages pages = fill(mib);
+
+    for (uint64_t round = 0; round < rounds; round++) {
+        check(&pages, "in a round");
+        change(&pages, round * pages.count, 8);
+    }
+    check(&pages, "at the end");
+    free(pages.words);
+    return 0;
+}
+
+static int run_hold(size_t mib)
+{
+    struct pages pages = fill(mib);
+    char line[16];
+
+    puts("filled");
+    fflush(stdout);
+    if (fgets(line, sizeof line, stdin) == NULL)
+        return 1;
+    check(&pages, "after the wait");
+    change(&pages, 7, 4);
+    check(&pages, "after changes");
+    puts("right");
+    return 0;
+}
+
+static int run_fork(size_t mib)
+{
+    struct pages pages = fill(mib);
+    pid_t child;
+    int status;
+
+    change(&pages, 1, 4);
+    child = fork();
+    if (child < 0) {
+        perror("fork");
+        return 1;
+    }
+    if (child == 0) {
+        change(&pages, 2, 4);
+        check(&pages, "child");
+        _exit(0);
+    }
+    change(&pages, 3, 4);
+    check(&pages, "parent");
+    if (waitpid(child, &status, 0) != child || !WIFEXITED(status) || WEXITSTATUS(status) != 0) {
+        fprintf(stderr, "the child ended with status %#x\n", status);
+        return 1;
+    }
+    check(&pages, "parent after the child");
+    return 0;
+}
+
+static int run_blocks(size_t mib, uint64_t seconds)
+{
+    enum { SLOTS = 4096 };
+    static struct { uint64_t *words; uint64_t pages, tag; } slots[SLOTS];
+    uint64_t held = 0, limit = mib * MIB / PAGE, n = 0;
+    time_t end = time(NULL) + (time_t)seconds;
+
+    while (time(NULL) < end) {
+        uint64_t random = mix(n++), at = random % SLOTS;
+
+        if (slots[at].words != NULL) {
+            for (uint64_t page = 0; page < slots[at].pages; page++)
+                check_page(slots[at].words + page * PAGE_WORDS, page, slots[at].tag, "block");
+            free(slots[at].words);
+            held -= slots[at].pages;
+            slots[at].words = NULL;
+            continue;
+        }
+        slots[at].pages = 16UL << (random >> 32) % 7;
+        if (held + slots[at].pages > limit)
+            continue;
+        slots[at].words = allocate(slots[at].pages * PAGE);
+        slots[at].tag = random;
+        held += slots[at].pages;
+        for (uint64_t page = 0; page < slots[at].pages; page++)
+            write_page(slots[at].words + page * PAGE_WORDS, page, random);
+    }
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    size_t mib = argc > 2 ? strtoul(argv[2], NULL, 10) : 0;
+    uint64_t more = argc > 3 ? strtoul(argv[3], NULL, 10) : 0;
+
+    if (mib > 0 && strcmp(argv[1], "fill") == 0)
+        return run_fill(mib, more);
+    if (mib > 0 && strcmp(argv[1], "hold") == 0)
+        return run_hold(mib);
+    if (mib > 0 && strcmp(argv[1], "fork") == 0)
+        return run_fork(mib);
+    if (mib > 0 && strcmp(argv[1], "blocks") == 0)
+        return run_blocks(mib, more);
+    fprintf(stderr, "usage: %s fill|hold|fork|blocks MIB [ROUNDS|SECONDS]\n", argv[0]);
+    return 2;
+}
