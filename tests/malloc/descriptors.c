@@ -15,9 +15,12 @@ static void use(const char *after) {
         free(a);
         free(b);
     }
-    unsigned char *large = need((size_t)6 << 30);
+    /* More than the first arena has: the daemon is asked for another. */
+    unsigned char *large = need((size_t)960 << 20), *more = need((size_t)100 << 20);
     large[0] = 1;
+    more[0] = 1;
     free(large);
+    free(more);
 }
 
 int main(void) {

@@ -1,7 +1,7 @@
 //! `tiermgrctl run` from outside: statuses, signals, reports, and that nothing stays behind.
 //!
-//! Needs root, /dev/userfaultfd, and `tiermgrd` and `libtiermgr_preload.so` in the folder of
-//! `tiermgrctl` (`cargo build --workspace`).
+//! Needs root, /dev/userfaultfd, `tiermgrd` in the folder of `tiermgrctl` (`cargo build --workspace`),
+//! and the preload library there or where `TIERMGR_PRELOAD` says.
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot do its preparations has failed")]
 
@@ -17,12 +17,16 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// Says why a test cannot run here. Under `TIERMGR_CI_STRICT` that is a failure.
 fn can_run() -> bool {
     let folder = Path::new(env!("CARGO_BIN_EXE_tiermgrctl")).parent().unwrap();
+    let preload_is_named =
+        std::env::var_os("TIERMGR_PRELOAD").is_some_and(|path| Path::new(&path).exists());
     let reason = if !nix::unistd::geteuid().is_root() {
         "needs root"
     } else if !Path::new("/dev/userfaultfd").exists() {
         "needs /dev/userfaultfd"
-    } else if !folder.join("tiermgrd").exists() || !folder.join("libtiermgr_preload.so").exists() {
-        "needs tiermgrd and libtiermgr_preload.so beside tiermgrctl: cargo build --workspace"
+    } else if !folder.join("tiermgrd").exists() {
+        "needs tiermgrd beside tiermgrctl: cargo build --workspace"
+    } else if !folder.join("libtiermgr_preload.so").exists() && !preload_is_named {
+        "needs libtiermgr_preload.so beside tiermgrctl, or TIERMGR_PRELOAD: scripts/build"
     } else {
         return true;
     };
