@@ -288,7 +288,8 @@ impl Process {
         }
         child.parent = Some(self.id);
         child.drained = self.drained;
-        child.perhaps_drained = self.perhaps_drained;
+        let drains = |thread: &Thread| matches!(thread.state, State::Calling(_, Call::Drain));
+        child.perhaps_drained = self.perhaps_drained || self.threads.iter().any(drains);
         child.next_key = self.next_key;
         child
     }

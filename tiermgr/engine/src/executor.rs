@@ -28,6 +28,7 @@ use std::time::{Duration, Instant};
 use tiermgr_core::effect::Reply;
 use tiermgr_core::event::Request;
 use tiermgr_core::manager::{Manager, ManagerConfig};
+use tiermgr_core::record::Records;
 use tiermgr_core::units::{Addr, EXTENT_BYTES, Geometry, ProcId, RequestId, Span};
 use tiermgr_sys::memory::read_memory;
 use tiermgr_sys::probe::KernelFeatures;
@@ -543,11 +544,19 @@ struct Begin {
 
 impl Begin {
     fn driver(self) -> Result<Driver<LinuxHost, StateRecords>, EngineError> {
-        let records = self.state.records();
+        let mut records = self.state.records();
         let Some(found) = self.found else {
             let host = LinuxHost::new(self.host_config, self.state)?;
             return Ok(Driver::new(host, Manager::new(self.manager_config, records)));
         };
+        // A kill may have cut the copying of a child's table short. The fork is told again, and the
+        // child gets its table from the beginning: what there is of the first one must not pass for it.
+        for entry in found.procs.iter().filter(|entry| !entry.born) {
+            for region in records.regions().into_iter().filter(|r| r.proc == entry.proc) {
+                records.clear(region.first, region.extents);
+                records.drop_region(region.proc, region.region);
+            }
+        }
         let segments = self.host_config.store.held_by(self.host_config.family);
         let host = LinuxHost::recover(self.host_config, self.state, &found)?;
         Ok(Driver::new(host, Manager::recover(self.manager_config, records, &segments)))

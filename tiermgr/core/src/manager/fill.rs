@@ -138,6 +138,7 @@ impl<R: Records> Manager<R> {
             write: demand == Some(true),
             slot,
             tries: 0,
+            bad: PageMask::MAX,
             cancelled: false,
             piece: None,
         };
@@ -189,18 +190,23 @@ impl<R: Records> Manager<R> {
             self.cancel_fill(id, effects);
             return;
         }
-        // Bytes may be damaged on their way as well as on the device.
-        if fill.tries < READ_TRIES_MAX {
-            let backoff = READ_RETRY_NS << fill.tries;
+        // Bytes may be damaged on their way as well as on the device: what was whole once is not lost.
+        let damaged = match ok {
+            true => runs(damaged).fold(0, |mask, (first, n)| mask | page_mask(first, n)),
+            false => PageMask::MAX,
+        };
+        let bad = fill.bad & damaged;
+        let tried = fill.tries >= READ_TRIES_MAX && damaged == bad;
+        if !tried && fill.tries < READ_TRIES_MAX * 4 {
+            let backoff = READ_RETRY_NS << fill.tries.min(READ_TRIES_MAX);
             if let Some(Op { kind: Kind::Fill(fill), .. }) = self.shared.ops.get_mut(id) {
                 fill.tries += 1;
+                fill.bad = bad;
             }
             self.retry_later(id, backoff);
             return;
         }
-        let lost =
-            if ok { runs(damaged).fold(0, |m, (f, n)| m | page_mask(f, n)) } else { u16::MAX };
-        self.poison(proc, at, lost, effects);
+        self.poison(proc, at, damaged, effects);
         self.continue_fill(id, effects);
     }
 

@@ -356,8 +356,8 @@ impl<R: Records> Manager<R> {
             let pages = self.shared.extent_pages();
             // Somebody is still looking whether it is there in truth.
             all &= !(absent && region.note(extent).is_busy());
-            if region.note(extent).hole {
-                // A page of it is mapped no longer: it can never be there.
+            if region.note(extent).hole && !states.any(PageState::is_limbo) {
+                // A page of it is mapped no longer: it can never be there. The others are.
                 at = next;
                 continue;
             }

@@ -90,6 +90,8 @@ pub(crate) struct Fill {
     pub slot: SlotId,
     /// Reads that failed so far.
     pub tries: u8,
+    /// Pages that every read so far has shown as damaged.
+    pub bad: PageMask,
     /// Given up while the device was reading: nothing is installed.
     pub cancelled: bool,
     /// The bytes are here; the piece that is being installed.

@@ -17,7 +17,7 @@ use crate::effect::Effect;
 use crate::event::{CommandOutcome, IoctlOutcome};
 use crate::page::{PageMask, PageState};
 use crate::record::Records;
-use crate::units::{Addr, EXTENT_BYTES, LimboBlock, OpId, ProcId, Span};
+use crate::units::{Addr, CHUNK_BYTES, EXTENT_BYTES, LimboBlock, OpId, ProcId, Span};
 
 impl<R: Records> Manager<R> {
     /// The write protection that begins a rest is set, or could not be.
@@ -73,11 +73,19 @@ impl<R: Records> Manager<R> {
             return;
         };
         let extent = space.regions[index].extent_of(at);
-        let Some(block) = shared.record(&space.regions[index], extent).limbo() else {
+        // One all of whose pages turned out to be missing is in no block by its record.
+        let bit = extent_mask(position(at), 1);
+        let home = at.align_down(CHUNK_BYTES);
+        let holds = |b: &Block| b.mask & bit != 0 && b.home == home;
+        let block = shared.record(&space.regions[index], extent).limbo().or_else(|| {
+            let at = space.blocks.iter().position(holds)?;
+            u16::try_from(at).ok().map(LimboBlock)
+        });
+        let Some(block) = block else {
             return;
         };
         Self::refuse_extent(shared, space, index, extent, block, PageMask::MAX);
-        space.block(block).mask &= !extent_mask(position(at), 1);
+        space.block(block).mask &= !bit;
         settle_block(shared, space, block);
     }
 

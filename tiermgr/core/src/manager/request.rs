@@ -231,6 +231,10 @@ impl<R: Records> Manager<R> {
         let last = region.extent_of(Addr(span.end().0 - 1));
         let fresh = (first..=last).filter(|&extent| region.note(extent).pins == 0).count() as u64;
         let full = (first..=last).any(|extent| region.note(extent).pins == u16::MAX);
+        for extent in first..=last {
+            // Whether a page is mapped is to be found out anew.
+            region.note_mut(extent).hole = false;
+        }
         let pinned = self.shared.gauges.pinned_pages + fresh * extent_pages;
         if full || pinned > self.shared.budget_pages / 2 {
             refuse(effects, request, Refusal::NoRoom);
@@ -338,6 +342,11 @@ impl<R: Records> Manager<R> {
         }
         if let Some(space) = self.spaces.get_mut(&proc) {
             space.draining.push(request);
+            let chunks = space.regions.iter_mut().flat_map(|region| &mut region.chunks);
+            for note in chunks.flatten().flat_map(|chunk| &mut chunk.extents) {
+                // Whether a page is mapped is to be found out anew.
+                note.hole = false;
+            }
         }
     }
 

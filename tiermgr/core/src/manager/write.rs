@@ -348,7 +348,7 @@ fn record_parked<R: Records>(
     let extent = region.extent_of(at);
     let record = shared.record(region, extent);
     let pages = record.states.mask(PageState::is_limbo);
-    if region.note(extent).is_busy() || stays {
+    if region.note(extent).is_busy() {
         return false;
     }
     if pages == 0 {
@@ -356,7 +356,7 @@ fn record_parked<R: Records>(
         leave_block(shared, space, block, at);
         return false;
     }
-    if record.limbo() != Some(block) {
+    if record.limbo() != Some(block) || stays {
         return false;
     }
     let unsaved = record.states.mask(|s| s == PageState::LimboDirty);

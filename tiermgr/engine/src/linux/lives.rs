@@ -88,8 +88,14 @@ impl LinuxHost {
     /// table is copied as a whole.
     pub(super) fn note_births(&mut self) {
         self.unborn.retain(|&id| {
+            let parent = self.procs.get(id).map(|known| known.entry.parent);
+            // A parent without regions has no table to give: its child is complete at once.
+            let nothing_to_copy = parent.is_some_and(|parent| {
+                let born = self.procs.get(parent).is_some_and(|known| known.entry.born);
+                born && self.state.regions.count_of(parent) == 0
+            });
             let Some(known) = self.procs.get_mut(id) else { return false };
-            if self.state.regions.count_of(id) == 0 {
+            if self.state.regions.count_of(id) == 0 && !nothing_to_copy {
                 return true;
             }
             known.entry.born = true;
