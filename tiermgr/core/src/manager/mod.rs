@@ -101,6 +101,8 @@ pub struct Manager<R> {
     deferred: VecDeque<(RequestId, ProcId, Request)>,
     next_region: u32,
     next_lease: u64,
+    /// Pins that wait for a larger budget, and since when.
+    pins_waiting: BTreeMap<RequestId, Tick>,
 }
 
 /// One region, for lists.
@@ -132,6 +134,7 @@ impl<R: Records> Manager<R> {
             deferred: VecDeque::new(),
             next_region: 0,
             next_lease: 0,
+            pins_waiting: BTreeMap::new(),
         }
     }
 

@@ -16,6 +16,9 @@ use crate::units::{
     Span, low_u32,
 };
 
+/// How long a pin waits for a budget that allows it.
+const PIN_PATIENCE_NS: u64 = 2_000_000_000;
+
 impl<R: Records> Manager<R> {
     pub(super) fn on_asked(
         &mut self,
@@ -25,6 +28,7 @@ impl<R: Records> Manager<R> {
         effects: &mut Vec<Effect>,
     ) {
         let Some(space) = self.spaces.get(&proc).filter(|s| !s.gone) else {
+            self.pins_waiting.remove(&request);
             refuse(effects, request, Refusal::NotAttached);
             return;
         };
@@ -236,10 +240,20 @@ impl<R: Records> Manager<R> {
             region.note_mut(extent).hole = false;
         }
         let pinned = self.shared.gauges.pinned_pages + fresh * extent_pages;
-        if full || pinned > self.shared.budget_pages / 2 {
+        let beyond = pinned > self.shared.budget_pages / 2;
+        if beyond && !full && self.waits_for_room(request, pinned, effects) {
+            self.deferred.push_back((request, proc, Request::Pin { span }));
+            return;
+        }
+        self.pins_waiting.remove(&request);
+        if full || beyond {
             refuse(effects, request, Refusal::NoRoom);
             return;
         }
+        let Some(space) = self.spaces.get_mut(&proc) else {
+            return;
+        };
+        let region = &mut space.regions[index];
         self.shared.gauges.pinned_pages = pinned;
         for extent in first..=last {
             region.note_mut(extent).pins += 1;
@@ -258,6 +272,24 @@ impl<R: Records> Manager<R> {
         }
         self.next_lease += 1;
         space.leases.insert(self.next_lease, Lease { span, pending: Some(request) });
+    }
+
+    /// The budget may only be small because others have not given up theirs yet: a pin asks for more
+    /// and waits a moment. False once it has waited long enough.
+    fn waits_for_room(
+        &mut self,
+        request: RequestId,
+        pinned_pages: u64,
+        effects: &mut Vec<Effect>,
+    ) -> bool {
+        let now = self.shared.now;
+        let since = *self.pins_waiting.entry(request).or_insert(now);
+        if since == now {
+            effects.push(Effect::WantRoom { bytes: 2 * pinned_pages * self.shared.page_bytes() });
+        }
+        let until = since.after_ns(PIN_PATIENCE_NS);
+        self.timer = self.timer.min(until);
+        now < until
     }
 
     fn unpin(
