@@ -35,7 +35,7 @@ def built():
     return DIST
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def daemon(built):
     """The socket of a daemon that may use 128 MiB."""
     if os.geteuid() != 0:
