@@ -201,7 +201,7 @@ impl<R: Records> Manager<R> {
             }
             let Some(first) = self.shared.take_records(source.extents) else {
                 // More address space than records: the child's touches of it will wait for ever,
-                // which is the one thing that shows no wrong byte. Reported by the host's watchdog.
+                // which is the one thing that shows no wrong byte.
                 continue;
             };
             let record = RegionRecord { proc: child.id, first, unarmed_extents: 0, ..source };

@@ -3,7 +3,7 @@
 //! An extent is write-protected, rests for the probation, is read and written to the store, recorded
 //! as parked, and dropped by the helper. A write meanwhile raises a fault, and the extent stays. Unlike
 //! limbo, this sees no reads, and a device that began to write into a page before it was protected
-//! is noticed by nobody: the probation must outlast such transfers, which is why it is longer here.
+//! is noticed by nobody: the probation must outlast such transfers, which is why nothing shortens it.
 //! Between the record and the drop the extent is *leaving*: nothing may fill its place.
 
 use super::Manager;
