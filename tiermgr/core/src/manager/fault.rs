@@ -285,6 +285,11 @@ impl<R: Records> Manager<R> {
         }
         if cow {
             self.part(proc, at);
+            // Of all its pages only those that are written to are copied.
+            if let Some(region) = self.spaces.get_mut(&proc).and_then(|s| s.region_at_mut(at)) {
+                let extent = region.extent_of(at);
+                region.note_mut(extent).cow = true;
+            }
         }
         self.dirty_extent(proc, at);
         let Some(space) = self.spaces.get_mut(&proc) else {

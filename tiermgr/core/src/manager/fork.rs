@@ -170,7 +170,9 @@ impl<R: Records> Manager<R> {
         };
         let born = mother.forks.pop_front().and_then(|id| self.spaces.remove(&id));
         if let Some(mut child) = born {
+            let used = self.shared.gauges.used_pages();
             self.copy_table(&mut mother, &mut child, effects);
+            debug_assert_eq!(self.shared.gauges.used_pages(), used, "a copied table took room");
             child.unborn = false;
             child.copied = true;
             self.spaces.insert(child.id, child);
@@ -276,15 +278,13 @@ impl<R: Records> Manager<R> {
         if holds {
             self.shared.slots.retain(record.slot);
         }
-        if states.any(PageState::is_resident) {
-            let note = to.note_mut(extent);
-            note.lender = from.note(extent).lender.or(Some(from.record.proc));
-            note.cow = true;
-            from.note_mut(extent).cow = true;
-        }
         let slot = if holds { record.slot } else { SlotId::NONE };
         self.shared.update(child, to, extent, states, slot, None);
         if states.any(PageState::is_resident) {
+            let lender = from.note(extent).lender.unwrap_or(from.record.proc);
+            self.shared.borrow_frames(to, extent, lender);
+            to.note_mut(extent).cow = true;
+            from.note_mut(extent).cow = true;
             self.shared.enqueue(child, to, extent);
         }
     }

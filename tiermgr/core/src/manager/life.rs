@@ -250,6 +250,7 @@ impl<R: Records> Manager<R> {
             d.proc != proc
         });
         self.shared.queue.retain(|&(owner, _)| owner != proc);
+        self.prepared.retain(|&(owner, _)| owner != proc);
         self.shared.slots.forget_proc(proc);
         effects.push(Effect::Release { proc });
     }

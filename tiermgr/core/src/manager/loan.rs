@@ -106,6 +106,14 @@ impl<R: Records> Manager<R> {
 }
 
 impl<R: Records> Shared<R> {
+    /// Leaves the counting of an extent's frames to `lender`, who has all of them in place.
+    pub(crate) fn borrow_frames(&mut self, region: &mut Region, extent: u32, lender: ProcId) {
+        debug_assert!(region.note(extent).lender.is_none(), "borrowed twice");
+        let states = self.record(region, extent).states;
+        self.gauges.resident_pages -= u64::from(in_place(states).count_ones());
+        region.note_mut(extent).lender = Some(lender);
+    }
+
     /// Counts frames that were borrowed and no longer are.
     pub(crate) fn unshare(&mut self, region: &mut Region, extent: u32) {
         if region.note(extent).lender.is_some() {

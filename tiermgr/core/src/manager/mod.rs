@@ -22,6 +22,7 @@ mod loan;
 mod op;
 mod park;
 mod place;
+mod prepare;
 mod recover;
 mod request;
 mod shared;
@@ -97,6 +98,8 @@ pub struct Manager<R> {
     rests_on: bool,
     /// A lease or a drain found no room in this turn.
     starving: bool,
+    /// Chunks with extents that have been made exclusive and are to leave next.
+    prepared: VecDeque<(ProcId, Addr)>,
     /// Requests of a process that is held: a fork of it is being followed.
     deferred: VecDeque<(RequestId, ProcId, Request)>,
     next_region: u32,
@@ -131,6 +134,7 @@ impl<R: Records> Manager<R> {
             fruitless: false,
             rests_on: false,
             starving: false,
+            prepared: VecDeque::new(),
             deferred: VecDeque::new(),
             next_region: 0,
             next_lease: 0,

@@ -5,14 +5,14 @@
 //! to the end of the queue. What is not touched there is written out, oldest first. This is the
 //! inactive list of Linux' page reclaim, with moves in place of the accessed bit.
 
+use super::Manager;
 use super::limbo::settle_block;
-use super::op::{ArmThen, Kind, Op, Piece, Prepare, Zero};
+use super::op::{ArmThen, Kind, Op};
 use super::shared::{Shared, millis};
-use super::space::{Stage, extent_mask, first_run, page_mask, runs};
+use super::space::{Stage, extent_mask, runs};
 use super::write::want_slots;
-use super::{Manager, Waiting};
 use crate::effect::{Command, Effect};
-use crate::event::{CommandOutcome, IoctlOutcome};
+use crate::event::CommandOutcome;
 use crate::limits::COMMANDS_IN_FLIGHT_MAX;
 use crate::page::{PageEvent, PageMask, PageState};
 use crate::record::Records;
@@ -25,9 +25,6 @@ const MOVES_PER_TURN_MAX: usize = 8;
 
 /// A refused extent rests for at most two to the power of this many milliseconds.
 const REFUSAL_BACKOFF_MAX: u8 = 12;
-
-/// Extents that may be made exclusive at once although there is no room for their copies.
-const PREPARES_MIN: u32 = 8;
 
 /// What can be done about a chunk.
 #[derive(Clone, Copy, Debug, Default)]
@@ -160,20 +157,27 @@ impl<R: Records> Manager<R> {
         let mut moves = 0;
         let mut tries = 0;
         let ignore_age_from = self.shared.queue.len().min(TRIES_MAX / 2);
+        // Chunks that must be copied before they can leave, for which there is no room now.
+        let mut passed_over = Vec::new();
         while self.shared.gauges.limbo_pages < target
             && moves < MOVES_PER_TURN_MAX
             && tries < TRIES_MAX
         {
-            let Some((proc, at)) = self.shared.queue.pop_front() else {
+            let copied = self.prepared.pop_front();
+            let Some((proc, at)) = copied.or_else(|| self.shared.queue.pop_front()) else {
                 break;
             };
             tries += 1;
+            let back = |manager: &mut Self| match copied {
+                Some(chunk) => manager.prepared.push_front(chunk),
+                None => manager.shared.queue.push_front((proc, at)),
+            };
             if self.commands_in_flight(proc) + CHUNK_EXTENTS > COMMANDS_IN_FLIGHT_MAX {
-                self.shared.queue.push_front((proc, at));
+                back(self);
                 break;
             }
-            let verdict = self.judge(proc, at, tries <= ignore_age_from);
-            let Some(verdict) = verdict else {
+            let mind_age = copied.is_none() && tries <= ignore_age_from;
+            let Some(verdict) = self.judge(proc, at, mind_age) else {
                 continue;
             };
             if let Some(extent) = verdict.mixed {
@@ -182,29 +186,28 @@ impl<R: Records> Manager<R> {
                     space.ahead.push_back((home, 1));
                 }
             }
-            let mut begun = false;
             if verdict.move_mask != 0 {
                 match self.start_move(proc, at, verdict, effects) {
-                    Some(true) => {
-                        begun = true;
-                        moves += 1;
-                    }
+                    Some(true) => moves += 1,
                     Some(false) => {}
                     None => {
                         // No block or no slots: the same for every other chunk.
-                        self.shared.queue.push_front((proc, at));
+                        back(self);
                         break;
                     }
                 }
-            } else if verdict.prepare_mask != 0 {
-                begun = self.start_prepare(proc, at, verdict.prepare_mask, effects);
-                if !begun {
-                    self.shared.queue.push_front((proc, at));
-                    break;
+            } else if verdict.prepare_mask != 0 && copied.is_none() {
+                if !self.start_prepare(proc, at, verdict.prepare_mask, effects) {
+                    passed_over.push((proc, at));
+                    continue;
                 }
                 moves += 1;
             }
-            if begun || verdict.stays || verdict.move_mask != 0 || verdict.prepare_mask != 0 {
+            if copied.is_some() {
+                // It stands in the queue as well.
+                continue;
+            }
+            if verdict.stays || verdict.move_mask != 0 || verdict.prepare_mask != 0 {
                 self.shared.queue.push_back((proc, at));
             } else if let Some(region) =
                 self.spaces.get_mut(&proc).and_then(|s| s.region_at_mut(at))
@@ -212,6 +215,9 @@ impl<R: Records> Manager<R> {
                 let chunk = region.extent_of(at) / CHUNK_EXTENTS;
                 region.chunk_mut(chunk).queued = false;
             }
+        }
+        for chunk in passed_over.into_iter().rev() {
+            self.shared.queue.push_front(chunk);
         }
         moves
     }
@@ -338,122 +344,6 @@ impl<R: Records> Manager<R> {
             }
         }
         Some(true)
-    }
-
-    /// Makes shared extents of a chunk exclusive, as many as there is room for: each is a copy at
-    /// first. A few go always, or room would never come.
-    fn start_prepare(
-        &mut self,
-        proc: ProcId,
-        at: Addr,
-        mask: u32,
-        effects: &mut Vec<Effect>,
-    ) -> bool {
-        let free = self.shared.budget_pages.saturating_sub(self.shared.gauges.used_pages());
-        let fits = low_u32(free / u64::from(self.shared.extent_pages()) / 2);
-        let under_way =
-            self.shared.ops.iter().filter(|(_, op)| matches!(op.kind, Kind::Prepare(_)));
-        let mut allowed = fits.max(PREPARES_MIN).saturating_sub(low_u32(under_way.count() as u64));
-        if allowed == 0 {
-            return false;
-        }
-        for (first, count) in runs(mask) {
-            for n in first..first + count {
-                if allowed == 0 {
-                    return true;
-                }
-                allowed -= 1;
-                let at = at.plus(u64::from(n) * EXTENT_BYTES);
-                self.part(proc, at);
-                self.dirty_extent(proc, at);
-                let shared = &mut self.shared;
-                let Some(space) = self.spaces.get_mut(&proc) else {
-                    return true;
-                };
-                let kind = Kind::Prepare(Prepare::Unprotecting);
-                let id = shared.begin(space, Op { proc, at, kind });
-                if let Some(region) = space.region_at_mut(at) {
-                    let extent = region.extent_of(at);
-                    Shared::<R>::lock(region, extent, id);
-                }
-                self.issue(id, effects);
-            }
-        }
-        true
-    }
-
-    /// Unprotected: now the helper can write to the pages without changing them.
-    pub(super) fn on_prepared(
-        &mut self,
-        id: OpId,
-        outcome: IoctlOutcome,
-        effects: &mut Vec<Effect>,
-    ) {
-        let Some(op) = self.shared.ops.get_mut(id) else {
-            return;
-        };
-        let (proc, at) = (op.proc, op.at);
-        if outcome != IoctlOutcome::Done {
-            self.end_extent_op(id, true, effects);
-            return;
-        }
-        op.kind = Kind::Prepare(Prepare::Looking);
-        effects.push(Effect::ReadMap { op: id, proc, at });
-    }
-
-    /// Only what is there is populated: the helper would sleep on a missing page, and wait for us.
-    pub(super) fn on_prepare_looked(
-        &mut self,
-        id: OpId,
-        present: PageMask,
-        effects: &mut Vec<Effect>,
-    ) {
-        let page_bytes = self.shared.page_bytes();
-        let Some(op) = self.shared.ops.get_mut(id) else {
-            return;
-        };
-        let (proc, at) = (op.proc, op.at);
-        let Some((first, count)) = first_run(present) else {
-            self.end_extent_op(id, true, effects);
-            return;
-        };
-        op.kind = Kind::Prepare(Prepare::Populating { rest: present & !page_mask(first, count) });
-        let start = at.plus(u64::from(first) * page_bytes);
-        let span = Span::new(start, u64::from(count) * page_bytes);
-        effects.push(Effect::Command { op: id, proc, command: Command::Populate(span) });
-    }
-
-    fn on_populated(&mut self, id: OpId, outcome: CommandOutcome, effects: &mut Vec<Effect>) {
-        let Some(Op { kind: Kind::Prepare(Prepare::Populating { rest }), .. }) =
-            self.shared.ops.get(id)
-        else {
-            return;
-        };
-        let rest = if outcome == CommandOutcome::Done { *rest } else { 0 };
-        self.on_prepare_looked(id, rest, effects);
-    }
-
-    /// A fault inside an extent that the helper populates. It may be the helper's own, on a page that
-    /// the client dropped a moment ago, or that a shield which came late has protected again; it is
-    /// answered at once, or the helper would never end.
-    pub(super) fn unblock_helper(&mut self, fault: Waiting, effects: &mut Vec<Effect>) {
-        let page_bytes = self.shared.page_bytes();
-        let start = fault.at.align_down(page_bytes);
-        let Some(space) = self.spaces.get_mut(&fault.proc) else {
-            return;
-        };
-        let at = start.align_down(EXTENT_BYTES);
-        if fault.protected {
-            let op = Op { proc: fault.proc, at, kind: Kind::Unprotect };
-            let id = self.shared.begin(space, op);
-            self.issue(id, effects);
-            return;
-        }
-        let mask = page_mask(self.shared.page_of(start), 1);
-        let zero = Zero { mask, piece: Piece { start, len: page_bytes }, recheck: true };
-        let id = self.shared.begin(space, Op { proc: fault.proc, at, kind: Kind::Zero(zero) });
-        self.shared.gauges.reserved_pages += 1;
-        self.issue(id, effects);
     }
 
     pub(super) fn on_commanded(
