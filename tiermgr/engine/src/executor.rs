@@ -236,6 +236,7 @@ impl Executor {
             store: config.store,
             room: config.room,
             share,
+            budget_bytes: manager_config.budget_bytes,
             mailbox,
         };
         let (ready, is_ready) = sync_channel(1);

@@ -21,8 +21,9 @@ use tiermgr_wire::hello::Class;
 /// The number of a family; unique for the life of the daemon.
 pub type FamilyId = u64;
 
-/// What a family keeps above its use while others go without.
-const SLACK_BYTES: u64 = 32 << 20;
+/// What a family keeps at least above its use while others go without, so that it need not ask for
+/// each page.
+const SLACK_BYTES: u64 = 2 << 20;
 
 /// How much a class weighs against another when room is short.
 const fn weight(class: Class) -> u64 {
@@ -88,7 +89,7 @@ impl Family {
             return self.wish;
         }
         let used = self.used();
-        used.saturating_add((used / 4).max(SLACK_BYTES)).min(self.granted)
+        used.saturating_add((used / 16).max(SLACK_BYTES)).min(self.granted)
     }
 }
 
@@ -344,7 +345,7 @@ mod tests {
         room.report(&bulk, 70 * MIB);
         let standard = join(&room, 2, Class::Standard, 70 * MIB);
         let latency = join(&room, 3, Class::Latency, 70 * MIB);
-        room.report(&bulk, 0);
+        room.report(&bulk, 10 * MIB);
         assert_eq!(bulk.budget(), 10 * MIB);
         assert_eq!(standard.budget(), 20 * MIB);
         assert_eq!(latency.budget(), 40 * MIB);
@@ -371,9 +372,35 @@ mod tests {
         let a = join(&room, 1, Class::Standard, 1000 * MIB);
         room.report(&a, 100 * MIB);
         let b = join(&room, 2, Class::Standard, 900 * MIB);
-        assert_eq!((a.budget(), b.budget()), (132 * MIB, 0));
+        let kept = 100 * MIB + 100 * MIB / 16;
+        assert_eq!((a.budget(), b.budget()), (kept, 0));
         room.report(&a, 100 * MIB);
-        assert_eq!((a.budget(), b.budget()), (132 * MIB, 868 * MIB));
+        assert_eq!((a.budget(), b.budget()), (kept, (900 * MIB).min(1000 * MIB - kept)));
+        check(&room);
+    }
+
+    #[test]
+    fn a_newcomer_gets_its_share_beside_many_that_rest() {
+        let room = Room::new(256 * MIB);
+        let resting: Vec<_> = (0..8).map(|n| join(&room, n, Class::Standard, 256 * MIB)).collect();
+        let settle = |room: &Room| {
+            for share in &resting {
+                room.want(share, 30 * MIB);
+                room.report(share, (20 * MIB).min(share.budget()));
+            }
+        };
+        for _ in 0..8 {
+            settle(&room);
+        }
+        let newcomer = join(&room, 99, Class::Standard, 64 * MIB);
+        for _ in 0..8 {
+            room.want(&newcomer, newcomer.budget() + 16 * MIB);
+            for share in &resting {
+                room.report(share, (20 * MIB).min(share.budget()));
+            }
+        }
+        assert!(newcomer.budget() >= 64 * MIB, "{} of 80 MiB that are free", newcomer.budget());
+        assert!(resting.iter().all(|share| share.budget() >= 20 * MIB));
         check(&room);
     }
 

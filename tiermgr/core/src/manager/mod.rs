@@ -96,6 +96,8 @@ pub struct Manager<R> {
     fruitless: bool,
     /// Room comes as soon as pages have rested for long enough, and not before.
     rests_on: bool,
+    /// How many faults there had been when more room was asked for last.
+    asked_at_faults: Option<u64>,
     /// A lease or a drain found no room in this turn.
     starving: bool,
     /// Chunks with extents that have been made exclusive and are to leave next.
@@ -133,6 +135,7 @@ impl<R: Records> Manager<R> {
             timer: Tick::NEVER,
             fruitless: false,
             rests_on: false,
+            asked_at_faults: None,
             starving: false,
             prepared: VecDeque::new(),
             deferred: VecDeque::new(),

@@ -23,6 +23,10 @@ const TRIES_MAX: usize = 64;
 /// Blocks that one turn sends to limbo.
 const MOVES_PER_TURN_MAX: usize = 8;
 
+/// Least room that is asked for at once. Others have to park before it comes, which takes
+/// milliseconds: a family that asked for what it lacks now would never come near its share.
+const ROOM_STRIDE_BYTES: u64 = 16 << 20;
+
 /// A refused extent rests for at most two to the power of this many milliseconds.
 const REFUSAL_BACKOFF_MAX: u8 = 12;
 
@@ -82,10 +86,15 @@ impl<R: Records> Manager<R> {
         else {
             return;
         };
-        if !self.shared.room_wanted {
+        // Whoever rests keeps what it uses and makes its reserve out of that: room is for those who
+        // have touched something since they last asked.
+        let faults = Some(self.shared.stats.faults);
+        if !self.shared.room_wanted && (demand > 0 || self.asked_at_faults != faults) {
             self.shared.room_wanted = true;
+            self.asked_at_faults = faults;
             let bytes = (over + self.shared.reserve_pages()) * self.shared.page_bytes();
-            effects.push(Effect::WantRoom { bytes });
+            let stride = (self.budget_bytes() / 2).max(ROOM_STRIDE_BYTES);
+            effects.push(Effect::WantRoom { bytes: bytes.max(stride) });
         }
         if self.shared.gauges.credit_pages > 0 {
             // How much of it is really used shows only once it is armed.

@@ -68,6 +68,8 @@ pub struct HostConfig {
     pub room: Arc<Room>,
     /// The family's share of it.
     pub share: Arc<Share>,
+    /// The budget that the manager begins with. The share may have become smaller since.
+    pub budget_bytes: u64,
     /// Letters of other threads; its wake also tells of room and slots.
     pub mailbox: Arc<Mailbox>,
 }
@@ -122,7 +124,7 @@ impl LinuxHost {
         Ok(Self {
             mailbox: Arc::clone(&config.mailbox),
             io: Io::new(Arc::clone(&config.store), config.family)?,
-            budget_told: config.share.budget(),
+            budget_told: config.budget_bytes,
             config,
             state,
             procs: Procs::new(),

@@ -106,6 +106,11 @@ fn skip(why: &str) -> Option<World> {
 
 impl World {
     fn new() -> Option<Self> {
+        Self::with_budget(8 << 20)
+    }
+
+    /// A world whose share is 8 MiB, and whose manager was told `budget_bytes`.
+    fn with_budget(budget_bytes: u64) -> Option<Self> {
         let Ok(device) = DeviceFd::open() else { return skip("no /dev/userfaultfd") };
         let features = KernelFeatures::probe(&[]).unwrap();
         if !features.uffd_move || !features.io_uring {
@@ -132,6 +137,7 @@ impl World {
             store,
             room,
             share,
+            budget_bytes,
             mailbox: Arc::clone(&mailbox),
         };
         let mut host = LinuxHost::new(config, state).unwrap();
@@ -480,6 +486,18 @@ fn a_letter_ends_a_sleep_and_a_stopping_host_returns() {
     assert!(begun.elapsed() < PATIENCE);
     assert!(world.host.is_finished() && events.is_empty());
     poster.join().unwrap();
+    world.end();
+}
+
+#[test]
+fn a_share_that_shrank_before_the_host_began_is_heard_of() {
+    let Some(mut world) = World::with_budget(16 << 20) else { return };
+    world.mailbox.wake().wake();
+    let bytes = world.wait(|event| match event {
+        Event::Budget { bytes } => Some(*bytes),
+        _ => None,
+    });
+    assert_eq!(bytes, 8 << 20);
     world.end();
 }
 
