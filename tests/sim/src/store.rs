@@ -196,9 +196,9 @@ impl Store {
             self.failed_reads.get(&slot).is_some_and(|&count| count >= Self::FAILED_READS_MAX)
         });
         let fate = if tired { Fate::Well } else { wish };
-        let mut damaged = 0u32;
+        let mut damaged = 0;
         let mut bytes = Vec::with_capacity(pages * crate::ix(u64::from(io.count)));
-        for (extent, slot) in slots.clone().enumerate() {
+        for slot in slots.clone() {
             let is_damaged = fate == Fate::Damages && rng.chance(500);
             if fate == Fate::Well {
                 self.failed_reads.remove(&slot);
@@ -211,7 +211,7 @@ impl Store {
                 // The first page of a damaged extent is always hit, the others by chance.
                 let hit = bad || (is_damaged && (page == 0 || rng.chance(300)));
                 if hit {
-                    damaged |= 1 << if io.count == 1 { page } else { extent };
+                    damaged |= 1 << page;
                 }
                 let good = kept.and_then(|kept| kept.get(page)).copied().unwrap_or(GARBAGE);
                 bytes.push(if hit || fate == Fate::Fails { GARBAGE } else { good });

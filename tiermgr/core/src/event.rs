@@ -215,9 +215,9 @@ pub enum Event {
         op: OpId,
         /// The device gave all the bytes.
         ok: bool,
-        /// Where `ok` and one extent was read: the pages (bit 0 the first) whose checksum was wrong.
-        /// Where several were read: the extents with such a page.
-        damaged: u32,
+        /// Where `ok`: the pages whose checksum was wrong. Bit 0 stands for the first page of any of
+        /// the extents that were read.
+        damaged: PageMask,
     },
     /// The store granted a segment.
     SlotsGranted {

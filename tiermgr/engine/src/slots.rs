@@ -11,7 +11,8 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use tiermgr_core::units::{EXTENT_BYTES, SlotId};
+use tiermgr_core::page::PageMask;
+use tiermgr_core::units::{EXTENT_BYTES, Geometry, SlotId};
 use tiermgr_sys::shm::SharedFile;
 
 /// Slots in a segment: 8 MiB of the store.
@@ -211,17 +212,22 @@ impl Sums {
         true
     }
 
-    /// The extents of `bytes` (bit 0 the first) that are not what was recorded for the slots from
-    /// `first` on. All of them where the slots do not exist.
+    /// The pages of `bytes`, whole extents, that are not what was recorded for the slots from `first`
+    /// on: bit 0 stands for the first page of any of the extents. All of them where the slots do not
+    /// exist.
     #[must_use]
-    pub fn damaged(&self, first: SlotId, bytes: &[u8]) -> u32 {
-        let Some(words) = self.words(first, bytes.len()) else { return u32::MAX };
-        let per_slot = usize::try_from(SLOT_SUMS / 2).unwrap_or(1);
+    pub fn damaged(&self, first: SlotId, bytes: &[u8], geometry: Geometry) -> PageMask {
+        let Some(words) = self.words(first, bytes.len()) else { return PageMask::MAX };
         let mut damaged = 0;
         for (at, (word, pair)) in words.iter().zip(bytes.chunks(2 * SUM_PIECE)).enumerate() {
-            if word.load(Ordering::Acquire) != sum_pair(pair) {
-                damaged |=
-                    1_u32.checked_shl(u32::try_from(at / per_slot).unwrap_or(0)).unwrap_or(0);
+            let difference = word.load(Ordering::Acquire) ^ sum_pair(pair);
+            for (half, wrong) in
+                [difference & 0xffff_ffff, difference >> 32].into_iter().enumerate()
+            {
+                if wrong != 0 {
+                    let offset = (2 * at + half) as u64 * SUM_BYTES % EXTENT_BYTES;
+                    damaged |= 1 << (offset / geometry.page_bytes);
+                }
             }
         }
         damaged
@@ -342,18 +348,22 @@ mod tests {
     }
 
     #[test]
-    fn one_flipped_bit_is_damage_of_its_extent_alone() {
+    fn one_flipped_bit_is_damage_of_its_page_alone() {
         let scratch = Scratch::new();
         let sums =
             Sums::new(SharedFile::create(&scratch.path("sums"), Sums::file_bytes(256)).unwrap());
         let mut bytes = vec![0x5a; 32 << 16];
-        assert_eq!(sums.damaged(SlotId(5), &bytes), u32::MAX);
+        let damaged = |bytes: &[u8]| sums.damaged(SlotId(5), bytes, Geometry { page_bytes: 4096 });
+        assert_eq!(damaged(&bytes), PageMask::MAX);
         assert!(sums.record(SlotId(5), &bytes));
-        assert_eq!(sums.damaged(SlotId(5), &bytes), 0);
-        bytes[(7 << 16) + 12_345] ^= 4;
-        assert_eq!(sums.damaged(SlotId(5), &bytes), 1 << 7);
-        sums.scrub(SlotId(5), 2);
-        assert_eq!(sums.damaged(SlotId(5), &bytes), 1 << 7 | 0b11);
+        assert_eq!(damaged(&bytes), 0);
+        bytes[(7 << 16) + 3 * 4096 + 45] ^= 4;
+        bytes[(8 << 16) + 15 * 4096 + 4095] ^= 1;
+        assert_eq!(damaged(&bytes), 1 << 3 | 1 << 15);
+        let wide = Geometry { page_bytes: 1 << 16 };
+        assert_eq!(sums.damaged(SlotId(5), &bytes, wide), 1);
+        sums.scrub(SlotId(5), 1);
+        assert_eq!(damaged(&bytes), PageMask::MAX);
         assert!(!sums.record(SlotId(256), &bytes));
         assert!(!sums.record(SlotId(0), &bytes));
     }

@@ -160,7 +160,7 @@ impl<R: Records> Manager<R> {
         &mut self,
         id: OpId,
         ok: bool,
-        damaged: u32,
+        damaged: PageMask,
         effects: &mut Vec<Effect>,
     ) {
         let Some(op) = self.shared.ops.get(id) else {
@@ -192,7 +192,7 @@ impl<R: Records> Manager<R> {
         }
         // Bytes may be damaged on their way as well as on the device: what was whole once is not lost.
         let damaged = match ok {
-            true => runs(damaged).fold(0, |mask, (first, n)| mask | page_mask(first, n)),
+            true => damaged,
             false => PageMask::MAX,
         };
         let bad = fill.bad & damaged;

@@ -14,7 +14,7 @@ use std::time::Duration;
 use tiermgr_core::effect::{BufRange, Buffer};
 use tiermgr_core::event::Event;
 use tiermgr_core::limits::{DEMAND_BUFFERS, STREAM_BUFFERS};
-use tiermgr_core::units::{CHUNK_BYTES, EXTENT_BYTES, OpId, SlotId, Tick, low_u32};
+use tiermgr_core::units::{CHUNK_BYTES, EXTENT_BYTES, Geometry, OpId, SlotId, Tick, low_u32};
 use tiermgr_sys::memory::AnonBuffer;
 use tiermgr_sys::uring::{BufferRange, Completed, FileIndex, PushError, Ring};
 
@@ -61,6 +61,7 @@ pub(super) struct Io {
     file: FileIndex,
     store: Arc<Store>,
     family: FamilyId,
+    geometry: Geometry,
     ops: Vec<Option<StoreOp>>,
     /// Operations that wait for another try.
     paused: usize,
@@ -70,7 +71,11 @@ pub(super) struct Io {
 }
 
 impl Io {
-    pub(super) fn new(store: Arc<Store>, family: FamilyId) -> Result<Self, EngineError> {
+    pub(super) fn new(
+        store: Arc<Store>,
+        family: FamilyId,
+        geometry: Geometry,
+    ) -> Result<Self, EngineError> {
         let mut ring = Ring::new(ENTRIES).map_err(EngineError::kernel("setting up an io_uring"))?;
         let staging = AnonBuffer::new(STAGING_BYTES)
             .map_err(EngineError::kernel("allocating the staging buffers"))?;
@@ -84,6 +89,7 @@ impl Io {
             file,
             store,
             family,
+            geometry,
             ops: vec![None; usize::from(STREAM_BUFFERS + DEMAND_BUFFERS)],
             paused: 0,
             completed: Vec::with_capacity(ENTRIES as usize),
@@ -285,7 +291,7 @@ impl Io {
             Kind::Write => Event::Written { op: entry.op, ok },
             Kind::Read => {
                 let damaged = match self.ring.buffer(&entry.range) {
-                    Ok(bytes) if ok => self.store.sums().damaged(entry.slot, bytes),
+                    Ok(bytes) if ok => self.store.sums().damaged(entry.slot, bytes, self.geometry),
                     _ => 0,
                 };
                 if damaged != 0 {

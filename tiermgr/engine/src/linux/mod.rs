@@ -42,7 +42,7 @@ use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 use tiermgr_core::effect::{Effect, Reply};
 use tiermgr_core::event::Event;
-use tiermgr_core::units::{EXTENT_BYTES, ProcId, RequestId, Tick};
+use tiermgr_core::units::{EXTENT_BYTES, Geometry, ProcId, RequestId, Tick};
 use tiermgr_sys::probe::KernelFeatures;
 use tiermgr_sys::process::{monotonic_ns, page_size};
 use tiermgr_wire::control::FamilyStats;
@@ -123,7 +123,7 @@ impl LinuxHost {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         Ok(Self {
             mailbox: Arc::clone(&config.mailbox),
-            io: Io::new(Arc::clone(&config.store), config.family)?,
+            io: Io::new(Arc::clone(&config.store), config.family, Geometry { page_bytes })?,
             budget_told: config.budget_bytes,
             config,
             state,

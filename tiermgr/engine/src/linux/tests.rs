@@ -20,6 +20,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tiermgr_core::effect::{BufRange, Buffer, Command, Effect};
 use tiermgr_core::event::{CommandOutcome, Event, IoctlOutcome};
+use tiermgr_core::page::PageMask;
 use tiermgr_core::units::{
     Addr, CHUNK_BYTES, EXTENT_BYTES, OpId, ProcId, SlotId, Span, Tick, low_u32,
 };
@@ -256,7 +257,7 @@ impl World {
         })
     }
 
-    fn slots_read(&mut self, slot: SlotId, to: BufRange) -> (bool, u32) {
+    fn slots_read(&mut self, slot: SlotId, to: BufRange) -> (bool, PageMask) {
         let op = self.op();
         self.host.start(&Effect::ReadSlots { op, slot, to, demand: true });
         self.wait(|event| match *event {
@@ -411,10 +412,11 @@ fn what_the_device_changed_is_damaged_and_what_is_not_leased_is_refused() {
     let offset = DATA_OFFSET + u64::from(first.0 - 1) * EXTENT_BYTES + 5 * EXTENT_BYTES + 4096;
     file.write_all_at(&[0xee; 4096], offset).unwrap();
     file.sync_all().unwrap();
-    assert_eq!(world.slots_read(first, stream(1, 8)), (true, 1 << 5));
+    assert_eq!(world.slots_read(first, stream(1, 8)), (true, 1 << 1));
+    assert_eq!(world.slots_read(first.plus(5), demand(0)), (true, 1 << 1));
     assert_eq!(world.slots_read(first.plus(6), stream(1, 2)), (true, 0));
     // Slots that were never written verify as nothing.
-    assert_eq!(world.slots_read(first.plus(8), demand(0)), (true, 1));
+    assert_eq!(world.slots_read(first.plus(8), demand(0)), (true, PageMask::MAX));
 
     assert!(!world.written(stream(0, 8), first.plus(124)));
     assert_eq!(world.slots_read(SlotId(0), demand(0)), (false, 0));
