@@ -63,6 +63,7 @@ fn status(daemon: &Daemon) -> Status {
     let room = shared.room.usage();
     let store = shared.store.usage();
     let mut warnings = daemon.warnings();
+    warnings.extend(daemon.families().not_taken_up());
     if totals.store_errors > 0 {
         warnings.push(format!(
             "{} reads or writes of the store failed; check the device (dmesg)",

@@ -224,7 +224,7 @@ pub fn serve(
             last_tidy = Instant::now();
             daemon.families.tidy();
         }
-        if daemon.leave_when_idle.load(Ordering::Acquire) && daemon.families.count() == 0 {
+        if daemon.leave_when_idle.load(Ordering::Acquire) && daemon.families.is_idle() {
             tracing::info!("nobody is left");
             return Ok(());
         }

@@ -8,6 +8,8 @@
 //! Not here: when the memory of a process is released. The executor finds out by itself that an
 //! address space is gone; what happens here follows from that.
 
+mod recover;
+
 use crate::memory;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -15,11 +17,11 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
 use tiermgr_core::units::ProcId;
 use tiermgr_engine::error::EngineError;
 use tiermgr_engine::executor::{Executor, ExecutorConfig};
 use tiermgr_engine::room::{Room, Share};
+use tiermgr_engine::state::FamilyState;
 use tiermgr_engine::store::Store;
 use tiermgr_engine::wake::Wake;
 use tiermgr_sys::probe::KernelFeatures;
@@ -42,6 +44,8 @@ pub struct Shared {
     pub state_dir: PathBuf,
     /// Limbo of each process.
     pub limbo_bytes: u64,
+    /// The descriptor table ([`ExecutorConfig::table`]).
+    pub table: u64,
 }
 
 /// What is written down of a family beside the engine's files.
@@ -137,6 +141,8 @@ struct Inner {
     families: BTreeMap<u64, Arc<Family>>,
     /// Counters of families that have ended.
     ended: FamilyStats,
+    /// Families of an earlier daemon that could not be taken up yet.
+    waiting: Vec<recover::Waiting>,
 }
 
 impl Families {
@@ -154,55 +160,6 @@ impl Families {
         &self.shared
     }
 
-    /// Goes on with the families that an earlier daemon served. To be called before anything else.
-    /// Blocks until no helper works for that daemon any more.
-    ///
-    /// A family that cannot be taken up again keeps its files and slots: its programs wait, and must
-    /// not find somebody else's bytes.
-    ///
-    /// # Errors
-    /// Where the state directory cannot be read.
-    pub fn recover(&self) -> io::Result<()> {
-        let found = self.find_facts()?;
-        self.lock().last_number = found.keys().copied().max().unwrap_or(0);
-        let begun: Vec<(u64, FamilyFacts, Result<Arc<Executor>, EngineError>)> =
-            thread::scope(|scope| {
-                let threads: Vec<_> = found
-                    .into_iter()
-                    .map(|(number, facts)| {
-                        let config = self.executor_config(number, facts.class);
-                        (number, facts, scope.spawn(move || Executor::recover(config)))
-                    })
-                    .collect();
-                threads
-                    .into_iter()
-                    .map(|(number, facts, thread)| {
-                        (number, facts, thread.join().unwrap_or(Err(EngineError::Ended)))
-                    })
-                    .collect()
-            });
-        let mut kept = BTreeSet::new();
-        for (number, facts, result) in begun {
-            kept.insert(number);
-            match result {
-                Ok(executor) => {
-                    tracing::info!(family = number, name = facts.name, "taken up again");
-                    let family = Family::new(number, facts, executor);
-                    self.lock().families.insert(number, Arc::new(family));
-                }
-                Err(error) => tracing::error!(
-                    family = number,
-                    name = facts.name,
-                    error = %chain(&error),
-                    "a family cannot be taken up again; its programs wait where they touch what was \
-                     parked: end them"
-                ),
-            }
-        }
-        self.shared.store.give_back_dead(|number| kept.contains(&number));
-        Ok(())
-    }
-
     /// What is written down of families, by number. What a death cut short is removed.
     fn find_facts(&self) -> io::Result<BTreeMap<u64, FamilyFacts>> {
         let mut found = BTreeMap::new();
@@ -210,8 +167,7 @@ impl Families {
             let name = entry?.file_name();
             let Some(number) = number_of(&name.to_string_lossy()) else { continue };
             let path = self.facts_path(number);
-            let has_state = self.state_dir_of(number).join("procs").exists();
-            if !has_state {
+            if !FamilyState::was_begun(&self.state_dir_of(number))? {
                 // Nothing was ever kept for it.
                 self.forget_files(number);
                 continue;
@@ -269,7 +225,14 @@ impl Families {
         self.lock().families.values().find(|family| family.secret == secret).cloned()
     }
 
-    /// Families now.
+    /// Whether nobody is served, and nobody waits to be.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        let inner = self.lock();
+        inner.families.is_empty() && inner.waiting.is_empty()
+    }
+
+    /// Families that are served now.
     #[must_use]
     pub fn count(&self) -> usize {
         self.lock().families.len()
@@ -304,6 +267,7 @@ impl Families {
     /// Takes out the families of which no process is left, and corrects what the daemon itself takes
     /// from the room. To be called about once a second.
     pub fn tidy(&self) {
+        self.retry_waiting();
         for family in self.list() {
             if family.executor.is_idle() {
                 self.end(&family);
@@ -338,7 +302,7 @@ impl Families {
     /// # Errors
     /// What stands against it, one line for each family. Those families are still served.
     pub fn drain(&self) -> Result<(), Vec<String>> {
-        let mut reasons = Vec::new();
+        let mut reasons = self.not_taken_up();
         for family in self.list() {
             match family.executor.stop(true) {
                 Ok(()) => {
@@ -370,6 +334,7 @@ impl Families {
             room: Arc::clone(&self.shared.room),
             features: self.shared.features.clone(),
             limbo_bytes: self.shared.limbo_bytes,
+            table: self.shared.table,
         }
     }
 

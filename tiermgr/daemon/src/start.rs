@@ -22,11 +22,11 @@ use std::time::{Duration, Instant};
 use tiermgr_core::units::CHUNK_BYTES;
 use tiermgr_engine::room::Room;
 use tiermgr_engine::store::{self, Store, StoreConfig};
-use tiermgr_sys::disk;
 use tiermgr_sys::probe::{KernelFeatures, ProbeError};
 use tiermgr_sys::process;
 use tiermgr_sys::sock::Listener;
 use tiermgr_sys::uffd::{DeviceError, DeviceFd};
+use tiermgr_sys::{disk, pidfd};
 
 /// Each process of a family costs up to four descriptors; forks are bounded by what there is, since a
 /// FORK event that finds no free descriptor comes back for ever.
@@ -161,12 +161,14 @@ pub fn start(config: &Config, identity: Identity) -> Result<(Arc<Daemon>, Listen
         return Err(StartError::Lacking(lacking.join(" and ")));
     }
     let store = open_store(config, identity)?;
+    let table = table_of(identity.keeper_pid)
+        .map_err(|error| StartError::Kernel("looking at the keeper", error))?;
     let own_bytes = memory::own_resident_bytes().unwrap_or(0) + STAGING_BYTES;
     let room = Arc::new(Room::new(dram_bytes));
     // Where pages cannot move they rest in their place, in as many chunks as limbo would have had.
     let limbo_bytes = limbo_bytes(config.limbo.0, dram_bytes);
     let families = Families::new(
-        Shared { store, room, features, state_dir: config.state_dir.clone(), limbo_bytes },
+        Shared { store, room, features, state_dir: config.state_dir.clone(), limbo_bytes, table },
         own_bytes,
     );
     families.recover().map_err(|source| StartError::Folder {
@@ -297,6 +299,12 @@ fn prepare_state_dir(
     let lock = lock_state_dir(path)?;
     forget_earlier_boot(path).map_err(folder("clearing"))?;
     Ok(lock)
+}
+
+/// A number for the descriptor table that a keeper shares with its serving processes. A pid has 22 bits
+/// at most (`PID_MAX_LIMIT` in Linux' `threads.h`).
+fn table_of(keeper_pid: i32) -> io::Result<u64> {
+    Ok(pidfd::start_time(keeper_pid)? << 22 | u64::from(keeper_pid.unsigned_abs()))
 }
 
 /// Held for as long as a serving process lives; the keeper closes it with everything else.

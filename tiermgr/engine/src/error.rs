@@ -63,6 +63,9 @@ pub enum EngineError {
     /// No answer in time. The request may still be carried out.
     #[error("no answer in time")]
     TimedOut,
+    /// A drain met new forks each time.
+    #[error("its processes fork faster than their memory can be brought back")]
+    StillForking,
     /// The executor has ended.
     #[error("the family has ended")]
     Ended,

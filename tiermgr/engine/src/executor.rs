@@ -3,6 +3,8 @@
 //! Every call of the handle is safe from any thread. Those that need the executor's answer wait for
 //! it, never longer than they say; none takes a lock that the fault path takes.
 
+mod drain;
+
 use crate::driver::Driver;
 use crate::error::EngineError;
 use crate::linux::{HostConfig, LinuxHost, Prepared};
@@ -21,7 +23,7 @@ use std::io::Read;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -52,8 +54,6 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 const CHILD_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a helper may take for one command on one page.
 const HELPER_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long bringing everything back may take.
-const DRAIN_TIMEOUT: Duration = Duration::from_secs(120);
 const POLL_PAUSE: Duration = Duration::from_micros(200);
 
 /// After this the log says what a request waits for.
@@ -76,6 +76,9 @@ pub struct ExecutorConfig {
     pub features: KernelFeatures,
     /// Limbo of each process, in bytes; a multiple of a chunk.
     pub limbo_bytes: u64,
+    /// Tells the descriptor table from those of earlier daemons: the same as theirs exactly where what
+    /// they had open is open here, under the same numbers.
+    pub table: u64,
 }
 
 /// A process to serve.
@@ -237,6 +240,7 @@ impl Executor {
             room: config.room,
             share,
             budget_bytes: manager_config.budget_bytes,
+            table: config.table,
             mailbox,
         };
         let (ready, is_ready) = sync_channel(1);
@@ -322,11 +326,9 @@ impl Executor {
             self.check_capacity(proc, span.len)?;
             self.check_state_room(span.len)?;
         }
-        let (answer, reply) = sync_channel(1);
-        let request = RequestId(self.next_request.fetch_add(1, Ordering::Relaxed));
-        if !self.mailbox.post(Mail::Ask { request, proc, what, answer }) {
+        let Some(reply) = self.post_request(proc, what) else {
             return Err(EngineError::Ended);
-        }
+        };
         let mut received = reply.recv_timeout(timeout.min(LONG_WAIT));
         if timeout > LONG_WAIT && matches!(received, Err(RecvTimeoutError::Timeout)) {
             self.mailbox.post(Mail::Explain);
@@ -337,6 +339,13 @@ impl Executor {
             RecvTimeoutError::Disconnected if self.is_idle() => EngineError::Ended,
             RecvTimeoutError::Disconnected => EngineError::NoProcess(proc),
         })
+    }
+
+    /// Puts a request to the manager. `None`: the executor has ended.
+    fn post_request(&self, proc: ProcId, what: Request) -> Option<Receiver<Reply>> {
+        let (answer, reply) = sync_channel(1);
+        let request = RequestId(self.next_request.fetch_add(1, Ordering::Relaxed));
+        self.mailbox.post(Mail::Ask { request, proc, what, answer }).then_some(reply)
     }
 
     /// A program that could never fit is told so here, where it can still do something about it.
@@ -421,37 +430,6 @@ impl Executor {
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.ended.load(Ordering::Acquire)
-    }
-
-    /// Ends the thread. With `drain`, everything is brought back and disarmed first, which takes as
-    /// long as the store takes; without, everything stays as it is, for a later daemon, and a family
-    /// without processes leaves nothing behind.
-    ///
-    /// # Errors
-    /// [`EngineError::Refused`] or [`EngineError::TimedOut`] from a drain: the family is served on.
-    pub fn stop(&self, drain: bool) -> Result<(), EngineError> {
-        if drain {
-            self.drain()?;
-        }
-        self.mailbox.post(Mail::Stop { release: drain });
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(thread) = thread {
-            drop(thread.join());
-        }
-        Ok(())
-    }
-
-    fn drain(&self) -> Result<(), EngineError> {
-        for entry in self.procs.all() {
-            match self.ask(entry.proc, Request::Drain, DRAIN_TIMEOUT) {
-                // Gone by itself meanwhile.
-                Ok(Reply::Done) | Err(EngineError::NoProcess(_) | EngineError::Ended) => {}
-                Ok(Reply::Refused(why)) => return Err(EngineError::Refused(why)),
-                Ok(_) => tracing::error!("a drain was answered with something else"),
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
     }
 
     fn call<T>(&self, letter: impl FnOnce(SyncSender<T>) -> Mail) -> Result<T, EngineError> {

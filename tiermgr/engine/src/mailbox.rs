@@ -28,9 +28,11 @@ pub(crate) enum Mail {
     Stats { answer: SyncSender<FamilyStats> },
     /// Say in the log what is being waited for: somebody has waited too long.
     Explain,
-    /// End the thread. With `release`, the processes have been drained and nothing is to be kept for
-    /// them; without, everything stays as it is.
-    Stop { release: bool },
+    /// End the thread, with everything as it is.
+    Stop,
+    /// Forget the processes, which have been drained, and end the thread. Where bytes of some are still
+    /// away these are kept and served on. The answer is how many.
+    Release { answer: SyncSender<usize> },
 }
 
 /// Sends an answer to whoever waits for it, if somebody still does.

@@ -9,7 +9,7 @@ mod client;
 
 use std::fs;
 use std::io::{self, BufRead};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, IntoRawFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -22,6 +22,7 @@ use tiermgr_core::units::{Addr, ProcId, RegionId, Span};
 use tiermgr_engine::error::EngineError;
 use tiermgr_engine::executor::{Executor, ExecutorConfig, NewProcess};
 use tiermgr_engine::room::Room;
+use tiermgr_engine::state::FamilyState;
 use tiermgr_engine::store::{Store, StoreConfig};
 use tiermgr_sys::probe::KernelFeatures;
 use tiermgr_sys::ring::RingOwner;
@@ -69,6 +70,7 @@ struct World {
     store: Arc<Store>,
     features: KernelFeatures,
     folders: Folders,
+    table: u64,
 }
 
 impl World {
@@ -93,8 +95,8 @@ impl World {
             state_dir: folders.state.clone(),
         })
         .unwrap();
-        let executor = Executor::spawn(config(&folders, &store, &room, &features)).unwrap();
-        Some(Self { executor, room, store, features, folders })
+        let executor = Executor::spawn(config(&folders, &store, &room, &features, 1)).unwrap();
+        Some(Self { executor, room, store, features, folders, table: 1 })
     }
 
     /// Ends the executor as it is and begins another from its state files. Descriptors stay open, as a
@@ -102,8 +104,17 @@ impl World {
     fn restart(&mut self) {
         self.executor.stop(false).unwrap();
         self.room = Arc::new(Room::new(self.room.usage().total));
-        let config = config(&self.folders, &self.store, &self.room, &self.features);
+        let config = config(&self.folders, &self.store, &self.room, &self.features, self.table);
         self.executor = Executor::recover(config).unwrap();
+    }
+
+    /// Waits until the client has got that far.
+    fn wait_for_file(&self, name: &str) {
+        let begun = Instant::now();
+        while !self.folders.state.join(name).exists() {
+            assert!(begun.elapsed() < PATIENCE, "{:#?}", self.executor.stats());
+            thread::sleep(Duration::from_millis(10));
+        }
     }
 
     /// Starts the client on `scenario` and serves it.
@@ -172,6 +183,7 @@ fn config(
     store: &Arc<Store>,
     room: &Arc<Room>,
     features: &KernelFeatures,
+    table: u64,
 ) -> ExecutorConfig {
     ExecutorConfig {
         family: 7,
@@ -181,6 +193,7 @@ fn config(
         room: Arc::clone(room),
         features: features.clone(),
         limbo_bytes: LIMBO_BYTES,
+        table,
     }
 }
 
@@ -368,15 +381,22 @@ fn a_drain_is_refused_where_everything_does_not_fit_and_the_client_is_served_on(
 fn a_drain_brings_everything_back_where_it_fits() {
     let Some(world) = World::new(32 * MIB) else { return };
     let client = world.start("drain");
-    let (ready, go) = (world.folders.state.join("ready"), world.folders.state.join("go"));
-    let begun = Instant::now();
-    while !ready.exists() {
-        assert!(begun.elapsed() < PATIENCE, "{:#?}", world.executor.stats());
-        thread::sleep(Duration::from_millis(10));
-    }
+    world.wait_for_file("ready");
     world.executor.stop(true).unwrap();
-    fs::write(go, "").unwrap();
+    fs::write(world.folders.state.join("go"), "").unwrap();
     world.finish(client);
+}
+
+#[test]
+fn a_drain_takes_along_what_is_forked_meanwhile() {
+    for _ in 0..3 {
+        let Some(world) = World::new(32 * MIB) else { return };
+        let client = world.start("drain_forks");
+        world.wait_for_file("ready");
+        world.executor.stop(true).unwrap();
+        fs::write(world.folders.state.join("go"), "").unwrap();
+        world.finish(client);
+    }
 }
 
 #[test]
@@ -389,6 +409,34 @@ fn a_client_survives_restarts_at_any_time() {
         world.restart();
     }
     thread::sleep(Duration::from_millis(300));
+    fs::write(world.folders.state.join("go"), "").unwrap();
+    world.finish(client);
+}
+
+/// Opens a descriptor under the number of another, which nobody owns any more.
+#[expect(unsafe_code, reason = "descriptors known by their numbers")]
+fn give_number(fd: RawFd, to: RawFd) {
+    // SAFETY: dup2 takes numbers; the owner of `to` has ended without closing it.
+    assert_eq!(unsafe { libc::dup2(fd, to) }, to);
+}
+
+#[test]
+fn the_numbers_of_another_descriptor_table_are_not_believed() {
+    let Some(mut world) = World::new(32 * MIB) else { return };
+    let client = world.start("endure");
+    wait_until_parked(&world, MIB);
+    for _ in 0..3 {
+        world.executor.stop(false).unwrap();
+        let (_, found) = FamilyState::load(&world.folders.state.join("family-7")).unwrap();
+        let [entry] = found.procs.as_slice() else { panic!("{found:?}") };
+        let kept = fs::File::open("/dev/null").unwrap().into_raw_fd();
+        give_number(entry.arena_fd, kept);
+        give_number(entry.limbo_fd, entry.arena_fd);
+        give_number(kept, entry.limbo_fd);
+        world.table += 1;
+        world.restart();
+        thread::sleep(Duration::from_millis(100));
+    }
     fs::write(world.folders.state.join("go"), "").unwrap();
     world.finish(client);
 }

@@ -37,6 +37,7 @@ impl LinuxHost {
             arena_fd: arena.as_fd().as_raw_fd(),
             nonce_page: nonce_page.0,
             born: true,
+            table: self.config.table,
             ..ProcEntry::default()
         };
         self.state.messages.prepare(id)?;
@@ -149,18 +150,41 @@ impl LinuxHost {
         proc.close();
     }
 
-    /// Forgets all processes of which no byte is anywhere but in its place.
-    pub(super) fn release_all(&mut self) {
+    /// Forgets all processes that have been drained. Gives how many are kept: children that were forked
+    /// meanwhile, and those whose fork is being followed.
+    pub(super) fn release_all(&mut self) -> usize {
+        let mut kept = 0;
         for id in self.procs.live().to_vec() {
-            if self.state.regions.holds_bytes_of(id) {
-                tracing::error!(
-                    proc = id.0,
-                    "a drained process has bytes in the store; keeping it"
-                );
+            let unborn = self.procs.get(id).is_some_and(|known| !known.entry.born);
+            let forking =
+                self.procs.iter().any(|known| !known.entry.born && known.entry.parent == id);
+            // A drain ends with the regions.
+            let needs_us = unborn || forking || self.state.regions.count_of(id) > 0;
+            if needs_us || !self.stop_forks(id) {
+                kept += 1;
             } else {
                 self.release(id);
             }
         }
+        kept
+    }
+
+    /// Makes forks of a drained process nobody's business. The nonce page is the last of its memory
+    /// that is registered, and as long as that is so each fork waits until its message has been read:
+    /// by whom, once we have gone? False where such a message waits already.
+    fn stop_forks(&self, id: ProcId) -> bool {
+        let Some(known) = self.procs.get(id) else { return true };
+        if let Err(error) = known.arena.unregister(known.nonce_page.0, self.page_bytes) {
+            tracing::debug!(%error, proc = id.0, "the nonce page of a process is gone");
+        }
+        if self.look(known) != Outcome::EventsPending {
+            return true;
+        }
+        if let Err(error) = known.arena.register(known.nonce_page.0, self.page_bytes, Mode::MISSING)
+        {
+            tracing::debug!(%error, proc = id.0, "the nonce page of a process is gone");
+        }
+        false
     }
 
     /// Tells the manager, once, that a process has ended.

@@ -68,6 +68,8 @@ pub struct HostConfig {
     pub room: Arc<Room>,
     /// The family's share of it.
     pub share: Arc<Share>,
+    /// The descriptor table ([`ExecutorConfig::table`](crate::executor::ExecutorConfig::table)).
+    pub table: u64,
     /// The budget that the manager begins with. The share may have become smaller since.
     pub budget_bytes: u64,
     /// Letters of other threads; its wake also tells of room and slots.
@@ -300,11 +302,11 @@ impl LinuxHost {
                 }
                 Mail::Stats { answer } => self.stats_wanted.push(answer),
                 Mail::Explain => self.explanation_wanted = true,
-                Mail::Stop { release } => {
-                    self.stopping = true;
-                    if release {
-                        self.release_all();
-                    }
+                Mail::Stop => self.stopping = true,
+                Mail::Release { answer } => {
+                    let kept = self.release_all();
+                    self.stopping |= kept == 0;
+                    send(&answer, kept);
                 }
             }
         }

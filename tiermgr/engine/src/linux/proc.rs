@@ -145,6 +145,7 @@ impl Proc {
             ring_fd: NO_FD,
             ring_event_fd: NO_FD,
             nonce_page: parent.nonce_page.0,
+            table: parent.entry.table,
             ..ProcEntry::default()
         };
         Self::bare(entry, generation, arena)

@@ -9,13 +9,13 @@ use super::headroom::Headroom;
 use super::proc::{Attached, Proc};
 use super::{HostConfig, LinuxHost};
 use crate::error::EngineError;
-use crate::state::procs::ProcEntry;
+use crate::state::procs::{NO_FD, ProcEntry};
 use crate::state::{FamilyState, Recovered};
 use std::collections::{BTreeSet, VecDeque};
 use std::fs::File;
 use std::io;
 use std::mem::ManuallyDrop;
-use std::os::fd::{AsFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::thread;
 use std::time::{Duration, Instant};
 use tiermgr_core::event::Event;
@@ -47,27 +47,44 @@ impl LinuxHost {
             .map_err(EngineError::kernel("looking for userfaultfds"))?
             .into_iter()
             .collect();
+        let nothing = BTreeSet::new();
         let mut host = Self::new(config, state)?;
         host.served = true;
         let mut lost = Vec::new();
         for entry in &found.procs {
-            let attached = reattach(entry, &open);
-            let arena = take_fd(entry.arena_fd, &open).or_else(|| {
+            let mut entry = *entry;
+            // Numbers of another table are those of anything by now.
+            let ours = entry.table == host.config.table;
+            let open = if ours { &open } else { &nothing };
+            if !ours {
+                host.forget_forks(&entry);
+            }
+            let attached = reattach(&entry, open)?;
+            let arena = match take_fd(entry.arena_fd, open) {
+                Some(arena) => Some(arena),
                 // The helper holds a duplicate that no accident of ours can close.
-                let helper = attached.as_ref()?.helper_pidfd.as_ref()?;
-                pidfd::getfd(helper.as_fd(), FD_ARENA).ok().map(Uffd::from_fd)
-            });
+                None => match attached.as_ref().and_then(|known| known.helper_pidfd.as_ref()) {
+                    Some(helper) => fetch_uffd(helper, FD_ARENA)?,
+                    None => None,
+                },
+            };
             let Some(arena) = arena else {
                 tracing::error!(
                     pid = entry.pid,
                     proc = entry.proc.0,
                     "the userfaultfd of a process is gone: it waits for ever where it touches what \
-                     was parked"
+                     was parked, or reads zeros where nobody else holds that userfaultfd"
                 );
                 lost.push(entry.proc);
                 continue;
             };
-            let mut proc = Proc::bare(*entry, host.procs.generation(entry.proc), arena);
+            entry.arena_fd = arena.as_fd().as_raw_fd();
+            entry.limbo_fd =
+                attached.as_ref().map_or(NO_FD, |known| known.limbo_fd.as_fd().as_raw_fd());
+            entry.table = host.config.table;
+            // Before anything is served, and before anything can fail: what was fetched is found again.
+            host.state.procs.put(&entry);
+            let mut proc = Proc::bare(entry, host.procs.generation(entry.proc), arena);
             proc.attached = attached;
             host.procs.insert(proc);
             host.state.messages.lock(entry.proc)?;
@@ -75,6 +92,18 @@ impl LinuxHost {
         host.settle_epochs();
         host.announce(found, &lost);
         Ok(host)
+    }
+
+    fn forget_forks(&self, entry: &ProcEntry) {
+        let forks = self.state.messages.forget_forks(entry.proc);
+        if forks > 0 {
+            tracing::error!(
+                pid = entry.pid,
+                forks,
+                "processes were being forked when keeper and daemon ended together: what they \
+                 touch of memory that was parked reads as zeros; end them"
+            );
+        }
     }
 
     /// Waits until no helper runs a command of an earlier daemon.
@@ -143,26 +172,41 @@ impl LinuxHost {
 }
 
 /// What is left of a process that had shown itself; `None` where neither it nor its helper lives.
-fn reattach(entry: &ProcEntry, open: &BTreeSet<RawFd>) -> Option<Attached> {
+///
+/// # Errors
+/// [`EngineError::Kernel`] where that cannot be found out. Only evidence ends a process: whoever counts
+/// as ended has its userfaultfd closed.
+fn reattach(entry: &ProcEntry, open: &BTreeSet<RawFd>) -> Result<Option<Attached>, EngineError> {
     if entry.pid <= 0 {
-        return None;
+        return Ok(None);
     }
-    let process = alive(entry.pid, entry.start_time);
-    let helper = alive(entry.helper_pid, entry.helper_start_time);
+    let looking = EngineError::kernel("looking at a process of an earlier daemon");
+    match look_at(entry, open) {
+        Ok(attached) => Ok(attached),
+        // It may have ended between two looks; the second one shows.
+        Err(_) => look_at(entry, open).map_err(looking),
+    }
+}
+
+fn look_at(entry: &ProcEntry, open: &BTreeSet<RawFd>) -> io::Result<Option<Attached>> {
+    let process = alive(entry.pid, entry.start_time)?;
+    let helper = alive(entry.helper_pid, entry.helper_start_time)?;
     let living = if helper.is_some() { entry.helper_pid } else { entry.pid };
     if process.is_none() && helper.is_none() {
-        return None;
+        return Ok(None);
     }
-    let ring = helper.as_ref().and_then(|helper| fetch_ring(helper).ok());
-    let is_program = process.is_some()
-        && (helper.is_none()
-            || matches!(pidfd::same_memory(entry.pid, entry.helper_pid), Ok(true)));
-    let limbo_fd = take_fd(entry.limbo_fd, open).or_else(|| {
-        let helper = helper.as_ref()?;
-        pidfd::getfd(helper.as_fd(), FD_LIMBO).ok().map(Uffd::from_fd)
-    })?;
+    let is_program =
+        process.is_some() && (helper.is_none() || pidfd::same_memory(entry.pid, entry.helper_pid)?);
+    let limbo_fd = match (take_fd(entry.limbo_fd, open), &helper) {
+        (Some(limbo_fd), _) => limbo_fd,
+        (None, Some(helper)) => Uffd::from_fd(pidfd::getfd(helper.as_fd(), FD_LIMBO)?),
+        // Nothing reads limbo any more, and nobody is left who could move anything.
+        (None, None) => return Ok(None),
+    };
+    // A helper whose ring cannot be had would go on with what it was told by an earlier daemon.
+    let ring = helper.as_ref().map(fetch_ring).transpose()?;
     let helper_alive = ring.is_some();
-    Some(Attached {
+    Ok(Some(Attached {
         pidfd: process.filter(|_| is_program),
         exited: !is_program,
         helper_pid: entry.helper_pid,
@@ -171,24 +215,47 @@ fn reattach(entry: &ProcEntry, open: &BTreeSet<RawFd>) -> Option<Attached> {
         limbo_fd: ManuallyDrop::new(limbo_fd),
         limbo: entry.limbo,
         // Without a helper nobody listens at the other end.
-        ring: ring.or_else(|| RingOwner::create().ok())?,
+        ring: match ring {
+            Some(ring) => ring,
+            None => RingOwner::create()?,
+        },
         ring_polled: false,
         queue: VecDeque::new(),
         running: VecDeque::new(),
-        pagemap: Pagemap::open(living).ok()?,
-        memory: File::open(format!("/proc/{living}/mem")).ok()?,
+        pagemap: Pagemap::open(living)?,
+        memory: File::open(format!("/proc/{living}/mem"))?,
         headroom: Headroom::new(MemoryGauge::open(living).ok()),
-    })
+    }))
 }
 
 /// The process of that number, if it is still the one that started then.
-fn alive(pid: i32, start_time: u64) -> Option<OwnedFd> {
+fn alive(pid: i32, start_time: u64) -> io::Result<Option<OwnedFd>> {
     if pid <= 0 {
-        return None;
+        return Ok(None);
     }
-    let process = pidfd::open(pid).ok()?;
-    let ended = !matches!(pidfd::wait(process.as_fd(), Duration::ZERO), Ok(false));
-    (!ended && pidfd::start_time(pid).is_ok_and(|found| found == start_time)).then_some(process)
+    let found = pidfd::open(pid).and_then(|process| {
+        let ended = pidfd::wait(process.as_fd(), Duration::ZERO)?;
+        Ok((!ended && pidfd::start_time(pid)? == start_time).then_some(process))
+    });
+    match found {
+        Err(error) if is_no_process(&error) => Ok(None),
+        other => other,
+    }
+}
+
+fn is_no_process(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(libc::ESRCH) || error.kind() == io::ErrorKind::NotFound
+}
+
+/// The helper's duplicate of a userfaultfd; `None` where it has none, or has ended.
+fn fetch_uffd(helper: &OwnedFd, number: RawFd) -> Result<Option<Uffd>, EngineError> {
+    match pidfd::getfd(helper.as_fd(), number) {
+        Ok(fd) => Ok(Some(Uffd::from_fd(fd))),
+        Err(error) if is_no_process(&error) || error.raw_os_error() == Some(libc::EBADF) => {
+            Ok(None)
+        }
+        Err(error) => Err(EngineError::kernel("fetching a userfaultfd of a helper")(error)),
+    }
 }
 
 /// The ring of a helper, in a new epoch.
@@ -206,8 +273,9 @@ fn take_fd(fd: RawFd, open: &BTreeSet<RawFd>) -> Option<Uffd> {
     if !open.contains(&fd) {
         return None;
     }
-    // SAFETY: the number is in a state file that only we write, and is open as a userfaultfd. The
-    // daemon that owned it is dead, each number is in one entry only, and an entry is removed before its
-    // descriptor is closed: nobody else in this table owns it.
+    // SAFETY: the number is in a state file that only we write, it stands in the table that we share
+    // (or `open` would be empty), and it is open as a userfaultfd. The daemon that owned it is dead,
+    // each number is in one entry only, and an entry is removed before its descriptor is closed: nobody
+    // else in this table owns it.
     unsafe { Uffd::adopt(fd) }.ok()
 }

@@ -139,6 +139,7 @@ impl World {
             room,
             share,
             budget_bytes,
+            table: 1,
             mailbox: Arc::clone(&mailbox),
         };
         let mut host = LinuxHost::new(config, state).unwrap();
@@ -479,7 +480,7 @@ fn a_letter_ends_a_sleep_and_a_stopping_host_returns() {
     let mailbox = Arc::clone(&world.mailbox);
     let poster = thread::spawn(move || {
         thread::sleep(Duration::from_millis(50));
-        assert!(mailbox.post(crate::mailbox::Mail::Stop { release: false }));
+        assert!(mailbox.post(crate::mailbox::Mail::Stop));
     });
     let begun = Instant::now();
     let mut events = Vec::new();

@@ -15,7 +15,7 @@ use tiermgr_core::limits::PROCS_MAX;
 use tiermgr_core::units::ProcId;
 use tiermgr_sys::process::page_size;
 use tiermgr_sys::shm::{SharedFile, SharedSlice};
-use tiermgr_sys::uffd::{Msg, Uffd};
+use tiermgr_sys::uffd::{Message, Msg, Uffd};
 
 /// Messages of one process that can be under way.
 pub const MESSAGES_MAX: usize = 128;
@@ -94,6 +94,21 @@ impl Messages {
                 word.store(0, Ordering::Release);
             }
         }
+    }
+
+    /// Forgets the forks among the messages of `proc`, whose descriptors are in a table that is gone.
+    /// Gives how many there were.
+    pub fn forget_forks(&self, proc: ProcId) -> usize {
+        let forks = (0..MESSAGES_MAX).filter(|&at| {
+            let message = self.get(proc, at).and_then(|message| message.parse());
+            let word = self.slice(proc).and_then(|slice| {
+                let word = slice.word(at * 4)?;
+                matches!(message, Some(Message::Fork { .. }))
+                    .then(|| word.store(0, Ordering::Release))
+            });
+            word.is_some()
+        });
+        forks.count()
     }
 
     fn slice(&self, proc: ProcId) -> Option<SharedSlice<'_>> {

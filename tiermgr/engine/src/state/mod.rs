@@ -23,6 +23,7 @@ use procs::{FamilyInfo, ProcDirectory, ProcEntry};
 use records::StateRecords;
 use regions::RegionDirectory;
 use std::fs;
+use std::io;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -86,6 +87,20 @@ impl FamilyState {
         let state = Self::over(dir, records, regions, procs, messages)?;
         state.procs.put_family(family);
         Ok(state)
+    }
+
+    /// Whether a folder was ever more than begun: one whose making was cut short has kept nothing.
+    ///
+    /// # Errors
+    /// Where that cannot be read.
+    pub fn was_begun(dir: &Path) -> io::Result<bool> {
+        let path = dir.join("procs");
+        match fs::metadata(&path) {
+            Ok(found) if found.len() == 0 => Ok(false),
+            Ok(_) => Ok(ProcDirectory::new(SharedFile::open(&path)?).has_family_entry()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 
     /// Opens the files that an earlier daemon left, and reads what they say.
@@ -250,7 +265,9 @@ mod tests {
         let scratch = Scratch::new();
         let dir = scratch.path("family");
         let info = FamilyInfo { family: 77, limbo_bytes: 4 << 20, has_move: true, class: 1 };
+        assert!(!FamilyState::was_begun(&dir).unwrap());
         drop(FamilyState::create(&dir, &info).unwrap());
+        assert!(FamilyState::was_begun(&dir).unwrap());
         let (_state, found) = FamilyState::load(&dir).unwrap();
         assert_eq!(found.family, info);
         assert!(found.procs.is_empty() && found.regions.is_empty() && found.messages.is_empty());

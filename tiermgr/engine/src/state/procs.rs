@@ -1,12 +1,13 @@
 //! The family and its processes: what a new daemon must know to serve them on.
 //!
 //! Descriptors are numbers in the table that the daemon shares with its keeper; they stay open when a
-//! daemon dies. Each process has two copies of its entry, written in turn, each whole or not there; of
+//! daemon dies. When the keeper dies as well the numbers mean something else: each entry says of which
+//! table it speaks. Each process has two copies of its entry, written in turn, each whole or not there; of
 //! two the later counts.
 
 use crate::state::{clear_entry, get_entry, halves, join, put_entry};
 use std::os::fd::RawFd;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tiermgr_core::limits::PROCS_MAX;
 use tiermgr_core::units::{Addr, ProcId, Span};
@@ -69,6 +70,9 @@ pub struct ProcEntry {
     pub gone: bool,
     /// It has its parent's table: its fork has been followed to the end. Always for a client.
     pub born: bool,
+    /// The descriptor table in which the numbers above stand
+    /// ([`ExecutorConfig::table`](crate::executor::ExecutorConfig::table)).
+    pub table: u64,
 }
 
 /// All processes of a family.
@@ -98,6 +102,12 @@ impl ProcDirectory {
             values[2] = join(info.class, u32::from(info.has_move));
             put_entry(words, &values);
         }
+    }
+
+    /// Whether anything stands where the family does, be it damaged.
+    pub(crate) fn has_family_entry(&self) -> bool {
+        let words = self.file.words(0, FAMILY_WORDS).unwrap_or_default();
+        words.first().is_some_and(|seal| seal.load(Ordering::Acquire) != 0)
     }
 
     /// The family; `None` where its making was cut short.
@@ -197,7 +207,7 @@ fn encode(entry: &ProcEntry, number: u64) -> [u64; COPY_WORDS - 1] {
         entry.limbo.start.0,
         entry.limbo.len,
         u64::from(entry.gone) | u64::from(entry.born) << 1,
-        0,
+        entry.table,
         0,
         0,
         0,
@@ -205,8 +215,22 @@ fn encode(entry: &ProcEntry, number: u64) -> [u64; COPY_WORDS - 1] {
 }
 
 fn decode(words: &[AtomicU64]) -> Option<(ProcEntry, u64)> {
-    let [number, ids, pids, start, helper_start, uffds, ring, nonce, limbo, limbo_len, flags, ..]:
-        [u64; COPY_WORDS - 1] = get_entry(words)?;
+    let values: [u64; COPY_WORDS - 1] = get_entry(words)?;
+    let [
+        number,
+        ids,
+        pids,
+        start,
+        helper_start,
+        uffds,
+        ring,
+        nonce,
+        limbo,
+        limbo_len,
+        flags,
+        table,
+        ..,
+    ] = values;
     let (proc, parent) = halves(ids);
     let (pid, helper_pid) = split_fds(pids);
     let (arena_fd, limbo_fd) = split_fds(uffds);
@@ -226,6 +250,7 @@ fn decode(words: &[AtomicU64]) -> Option<(ProcEntry, u64)> {
         limbo: Span::new(Addr(limbo), limbo_len),
         gone: flags & 1 != 0,
         born: flags & 2 != 0,
+        table,
     };
     Some((entry, number))
 }
@@ -251,6 +276,7 @@ mod tests {
             limbo: Span::new(Addr(1 << 40), 8 << 20),
             gone: false,
             born: true,
+            table: 77,
         }
     }
 

@@ -144,20 +144,6 @@ impl RegionDirectory {
         residency
     }
 
-    /// Whether bytes of `proc` are anywhere but in their place.
-    #[must_use]
-    pub fn holds_bytes_of(&self, proc: ProcId) -> bool {
-        let elsewhere = |state: PageState| {
-            state.is_limbo() || matches!(state, PageState::Parked | PageState::Filling)
-        };
-        self.all().iter().filter(|region| region.proc == proc).any(|region| {
-            (region.unarmed_extents..region.extents).any(|extent| {
-                let at = RecordIndex(region.first.0 + extent);
-                records::read(&self.records, at).states.any(elsewhere)
-            })
-        })
-    }
-
     fn used(&self) -> Option<&AtomicU64> {
         self.file.at_u64(0)
     }

@@ -172,6 +172,7 @@ pub(super) fn run(scenario: &str, socket: &Path) {
         "stranger" => stranger(socket),
         "linger" => linger(socket),
         "drain" => drain(socket),
+        "drain_forks" => drain_forks(socket),
         "endure" => endure(socket),
         "endure_forks" => endure_forks(socket),
         other => panic!("no scenario {other}"),
@@ -283,20 +284,42 @@ fn drain(socket: &Path) {
     let client = Client::attach(socket, None).unwrap();
     let (area, _) = client.region(64 * MIB);
     area.fill(11);
-    let part = Area { base: area.base, len: 44 * MIB };
-    assert_eq!(client.ask("discard", part), "done");
-    std::fs::write(socket.with_file_name("ready"), "").unwrap();
+    leave_little(&client, area, socket);
     while !socket.with_file_name("go").exists() {
         std::thread::sleep(std::time::Duration::from_millis(5));
     }
-    let rest = (44 * MIB..area.len).step_by(512);
-    let page = page_size();
-    for at in rest.filter(|at| at % page == 0 || at % page == page - 8) {
-        assert_eq!(area.word(at).load(Ordering::Relaxed), at.wrapping_mul(31) ^ 11, "at {at:#x}");
-    }
+    check_rest(area);
     // Native again: more than the room, and nobody is there to serve it.
     area.fill(12);
     area.check(12, "after a drain");
+}
+
+/// What is kept before a drain: it was written first, so that most of it is parked, and fits three
+/// times into the room.
+const KEPT: u64 = 10 * MIB;
+
+fn leave_little(client: &Client, area: Area, socket: &Path) {
+    let part = Area { base: area.base + KEPT, len: area.len - KEPT };
+    assert_eq!(client.ask("discard", part), "done");
+    std::fs::write(socket.with_file_name("ready"), "").unwrap();
+}
+
+fn check_rest(area: Area) {
+    let page = page_size();
+    for at in (0..KEPT).step_by(8).filter(|at| at % page == 0 || at % page == page - 8) {
+        assert_eq!(area.word(at).load(Ordering::Relaxed), at.wrapping_mul(31) ^ 11, "at {at:#x}");
+    }
+}
+
+fn drain_forks(socket: &Path) {
+    let client = Client::attach(socket, None).unwrap();
+    let (area, _) = client.region(64 * MIB);
+    area.fill(11);
+    leave_little(&client, area, socket);
+    while !socket.with_file_name("go").exists() {
+        wait_for(fork(|| check_rest(area)));
+    }
+    check_rest(area);
 }
 
 fn endure(socket: &Path) {

@@ -1,0 +1,118 @@
+//! Taking up what an earlier daemon served.
+//!
+//! A family that cannot be taken up is not given up: its programs sleep where they touch what was
+//! parked, and wake into the right bytes or not at all. It is tried again for as long as it takes.
+
+use super::{Families, Family, FamilyFacts, chain};
+use std::collections::BTreeSet;
+use std::io;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+use tiermgr_engine::error::EngineError;
+use tiermgr_engine::executor::Executor;
+
+/// How long a family that could not be taken up waits for the next try; twice as long each time.
+const RETRY_PAUSE: Duration = Duration::from_secs(1);
+const RETRY_PAUSE_MAX: Duration = Duration::from_secs(60);
+
+/// A family of an earlier daemon that could not be taken up: its programs wait.
+#[derive(Debug)]
+pub(super) struct Waiting {
+    number: u64,
+    facts: FamilyFacts,
+    /// Why not, at the last try.
+    error: String,
+    next_try: Instant,
+    pause: Duration,
+}
+
+impl Families {
+    /// Goes on with the families that an earlier daemon served. To be called before anything else.
+    /// Blocks until no helper works for that daemon any more.
+    ///
+    /// A family that cannot be taken up now keeps its files and slots, and is tried again by
+    /// [`Families::tidy`]: its programs wait, and must not find somebody else's bytes.
+    ///
+    /// # Errors
+    /// Where the state directory cannot be read.
+    pub fn recover(&self) -> io::Result<()> {
+        let found = self.find_facts()?;
+        self.lock().last_number = found.keys().copied().max().unwrap_or(0);
+        let begun: Vec<(u64, FamilyFacts, Result<Arc<Executor>, EngineError>)> =
+            thread::scope(|scope| {
+                let threads: Vec<_> = found
+                    .into_iter()
+                    .map(|(number, facts)| {
+                        let config = self.executor_config(number, facts.class);
+                        (number, facts, scope.spawn(move || Executor::recover(config)))
+                    })
+                    .collect();
+                threads
+                    .into_iter()
+                    .map(|(number, facts, thread)| {
+                        (number, facts, thread.join().unwrap_or(Err(EngineError::Ended)))
+                    })
+                    .collect()
+            });
+        let mut kept = BTreeSet::new();
+        for (number, facts, result) in begun {
+            kept.insert(number);
+            self.take_up(number, facts, result, RETRY_PAUSE);
+        }
+        self.shared.store.give_back_dead(|number| kept.contains(&number));
+        Ok(())
+    }
+
+    fn take_up(
+        &self,
+        number: u64,
+        facts: FamilyFacts,
+        result: Result<Arc<Executor>, EngineError>,
+        pause: Duration,
+    ) {
+        match result {
+            Ok(executor) => {
+                tracing::info!(family = number, name = facts.name, "taken up again");
+                let family = Family::new(number, facts, executor);
+                self.lock().families.insert(number, Arc::new(family));
+            }
+            Err(error) => {
+                let error = chain(&error);
+                tracing::error!(
+                    family = number,
+                    name = facts.name,
+                    error,
+                    again_in_s = pause.as_secs(),
+                    "a family cannot be taken up; its programs wait where they touch what was parked"
+                );
+                let next_try = Instant::now() + pause;
+                self.lock().waiting.push(Waiting { number, facts, error, next_try, pause });
+            }
+        }
+    }
+
+    /// Tries those again that could not be taken up.
+    pub(super) fn retry_waiting(&self) {
+        let now = Instant::now();
+        let due: Vec<Waiting> =
+            self.lock().waiting.extract_if(.., |waiting| waiting.next_try <= now).collect();
+        for Waiting { number, facts, pause, .. } in due {
+            let result = Executor::recover(self.executor_config(number, facts.class));
+            self.take_up(number, facts, result, (pause * 2).min(RETRY_PAUSE_MAX));
+        }
+    }
+
+    /// Families of an earlier daemon that are not served, each with the reason, for people.
+    #[must_use]
+    pub fn not_taken_up(&self) -> Vec<String> {
+        let inner = self.lock();
+        let lines = inner.waiting.iter().map(|waiting| {
+            format!(
+                "family {} ({}) of an earlier daemon cannot be taken up, and its programs wait: {}",
+                waiting.number, waiting.facts.name, waiting.error
+            )
+        });
+        lines.collect()
+    }
+}
