@@ -19,7 +19,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::thread;
 use std::time::{Duration, Instant};
 use tiermgr_core::event::Event;
-use tiermgr_core::units::{ProcId, Span};
+use tiermgr_core::units::ProcId;
 use tiermgr_sys::cgroup::MemoryGauge;
 use tiermgr_sys::helper::{FD_ARENA, FD_EVENT, FD_LIMBO, FD_RING};
 use tiermgr_sys::keeper::list_uffds;
@@ -151,7 +151,8 @@ impl LinuxHost {
             if is_attached {
                 self.tell_ready(proc, &mut events);
             } else if entry.born {
-                events.push(Event::ProcReady { proc, limbo: Span::default() });
+                // One that has vanished had a limbo, of which its records speak; another has none yet.
+                events.push(Event::ProcReady { proc, limbo: entry.limbo });
             }
             let exited = self.procs.get(proc).is_some_and(|known| {
                 known.attached.as_ref().is_some_and(|attached| attached.exited)
