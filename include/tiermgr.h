@@ -12,7 +12,8 @@
  *  - any thread may call at any time, also with the same client; calls of one client are answered
  *    one after the other;
  *  - a call that asks the daemon waits for its answer, normally some tens of microseconds. While the
- *    daemon restarts it waits up to two seconds and then gives TIERMGR_E_CONNECTION_LOST. Only
+ *    daemon restarts it waits up to two seconds and then gives TIERMGR_E_CONNECTION_LOST. A call that
+ *    the daemon died over gives it at once where carrying it out twice could do harm. Only
  *    tiermgr_pin waits for a device;
  *  - no function is async-signal-safe;
  *  - a pointer argument must not be NULL unless the function says that it may be.

@@ -307,6 +307,9 @@ impl Client {
     pub(crate) fn hold_for_fork(&self) {
         let growth = self.heap.hold_growth_for_fork();
         let connected = self.connected.hold_for_fork();
+        if connected && let Some(mut connected) = self.connected.enter() {
+            connected.link.note_armed();
+        }
         let arenas = self.heap.hold_arenas_for_fork();
         let held = u8::from(growth) | u8::from(arenas) << 1 | u8::from(connected) << 2;
         if held != 0 {
@@ -329,7 +332,8 @@ impl Client {
         if self.held.load(Ordering::Relaxed) & 4 != 0
             && let Some(mut connected) = self.connected.enter()
         {
-            connected.link.join_family_after_fork();
+            let Connected { link, regions } = &mut *connected;
+            link.join_family_after_fork(regions.iter().map(|r| (r.start(), r.bytes())));
         }
     }
 }

@@ -19,7 +19,7 @@ use std::time::Duration;
 use tiermgr_sys::helper::{self, HelperConfig, HelperHandle};
 use tiermgr_sys::process::monotonic_ns;
 use tiermgr_sys::sock::Stream;
-use tiermgr_sys::uffd;
+use tiermgr_sys::uffd::{self, Mode, Uffd};
 pub use tiermgr_wire::hello::Class;
 use tiermgr_wire::hello::{Attach, Hello, Role, Welcome};
 use tiermgr_wire::reply::FromDaemon;
@@ -76,7 +76,8 @@ struct Session {
 #[derive(Debug)]
 struct Attached {
     /// Kept open for as long as we live: with the last copy of a userfaultfd the kernel would forget
-    /// what is armed, and answer a touch of a parked page with zeros.
+    /// what is armed, and answer a touch of a parked page with zeros. A forked child gets its own from
+    /// the daemon.
     arena: Option<Fd>,
     limbo_fd: Fd,
     limbo: Option<Reserved>,
@@ -104,6 +105,10 @@ pub struct Link {
     connection: Connection,
     /// `None` in a forked child that could not attach yet.
     attached: Option<Attached>,
+    /// Whether our memory was armed when this process, or its parent, was last about to fork.
+    was_armed: bool,
+    /// In a child that nobody serves, and nobody ever will: see [`Link::guard`].
+    guard: Option<Uffd>,
     packet: Box<[u8]>,
 }
 
@@ -127,6 +132,8 @@ impl Link {
             nonce_page,
             connection: Connection::Up(session),
             attached: Some(attached),
+            was_armed: false,
+            guard: None,
             packet,
         })
     }
@@ -141,7 +148,7 @@ impl Link {
     ///
     /// # Errors
     /// What the daemon answers, or `ConnectionLost`. After that it is not known whether the request
-    /// was carried out.
+    /// was carried out. What can as well be carried out twice is asked again.
     pub fn request(&mut self, message: &ToDaemon, patience: Patience) -> Result<FromDaemon> {
         let _uncancelled = Uncancelled::new();
         if self.pid != fds::own_pid() {
@@ -177,6 +184,13 @@ impl Link {
                 Ok((reply, _)) => Ok(reply),
                 Err(error) => {
                     self.lost();
+                    if patience == Patience::Restart
+                        && error.status == Status::ConnectionLost
+                        && may_be_repeated(message)
+                        && monotonic_ns() < give_up
+                    {
+                        continue;
+                    }
                     Err(error)
                 }
             };
@@ -199,9 +213,16 @@ impl Link {
         }
     }
 
+    /// Before a fork: notes whether there is something that a child must not lose.
+    pub(crate) fn note_armed(&mut self) {
+        self.was_armed = matches!(self.take_nonce_page(), Ok(None));
+    }
+
     /// In a forked child: leaves what is the parent's, and joins its family. Where the daemon does
     /// not answer in time the child goes on without a helper: its pages are served and do not park.
-    pub(crate) fn join_family_after_fork(&mut self) {
+    ///
+    /// `regions` are all that the client has, as `(start, len)`.
+    pub(crate) fn join_family_after_fork(&mut self, regions: impl Iterator<Item = (usize, usize)>) {
         fds::adopt_list();
         self.pid = fds::own_pid();
         if let Some(inherited) = self.attached.take() {
@@ -212,10 +233,52 @@ impl Link {
             // helper is the parent's.
             let _not_ours = (ManuallyDrop::new(limbo), ManuallyDrop::new(helper));
         }
+        self.guard = None;
         self.connection = Connection::Down { retry_ns: 0, wait_ns: RETRY_NS_MIN };
-        if self.greet(CHILD_WAIT).is_err() {
+        let give_up = monotonic_ns().saturating_add(nanoseconds(CHILD_WAIT));
+        while let Err(error) = self.greet(CHILD_WAIT) {
             self.back_off();
+            if self.was_armed
+                && let Ok(Some(own)) = self.take_nonce_page()
+            {
+                self.guard(own, regions);
+                return;
+            }
+            // A daemon that was killed leaves its socket, and is back soon.
+            let may_come_back = matches!(error.status, Status::NoDaemon | Status::ConnectionLost)
+                && self.was_armed
+                && self.config.socket.exists();
+            if !may_come_back || monotonic_ns() >= give_up {
+                return;
+            }
+            std::thread::sleep(Duration::from_nanos(RETRY_NS_MIN));
         }
+    }
+
+    /// A userfaultfd of our own that has the nonce page, unless that is armed by the daemon's.
+    fn take_nonce_page(&self) -> io::Result<Option<Uffd>> {
+        let fd = uffd::new_without_device()?;
+        uffd::handshake(fd.as_fd(), 0)?;
+        let own = Uffd::from_fd(fd);
+        let bytes = space::page_bytes() as u64;
+        match own.register(self.nonce_page as u64, bytes, Mode::MISSING) {
+            Ok(_) => Ok(Some(own)),
+            Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Keeper and daemon were killed between our fork and the moment when we would have got our
+    /// userfaultfd: with it went what was armed, and what was parked would read as zeros. Armed by
+    /// ourselves it waits, as everybody else's does.
+    fn guard(&mut self, own: Uffd, regions: impl Iterator<Item = (usize, usize)>) {
+        for (start, len) in regions {
+            if own.register(start as u64, len as u64, Mode::MISSING).is_err() {
+                // Nothing may be read here any more.
+                std::process::abort();
+            }
+        }
+        self.guard = Some(Uffd::from_fd(fds::raise(own.into_fd())));
     }
 
     fn reconnect(&mut self, patience: Patience, give_up: u64) -> Result<()> {
@@ -288,6 +351,17 @@ impl Session {
     }
 }
 
+/// Whether it makes no difference that an earlier daemon may have carried it out.
+const fn may_be_repeated(message: &ToDaemon) -> bool {
+    matches!(
+        message,
+        ToDaemon::Stats
+            | ToDaemon::Residency { .. }
+            | ToDaemon::Advise { .. }
+            | ToDaemon::Prefetch { .. }
+    )
+}
+
 const fn hello(role: Role) -> ToDaemon {
     ToDaemon::Hello(Hello { version: tiermgr_wire::VERSION, role })
 }
@@ -342,12 +416,19 @@ fn attach(
     let sent = if is_child { &sent[1..] } else { &sent[..] };
     let outcome = send(&stream, &message, sent, packet)
         .and_then(|()| receive(&stream, packet))
-        .and_then(|(reply, _)| match reply {
-            FromDaemon::Attached => Session::new(stream),
+        .and_then(|(reply, given)| match reply {
+            FromDaemon::Attached if given.len() == usize::from(is_child) => {
+                Ok((Session::new(stream)?, given))
+            }
             other => Err(unexpected("the answer to Attach", other)),
         });
     match outcome {
-        Ok(session) => Ok((session, welcome, attached)),
+        Ok((session, given)) => {
+            if let Some(arena) = given.into_iter().next() {
+                attached.arena = Some(Fd::new(arena));
+            }
+            Ok((session, welcome, attached))
+        }
         Err(error) => {
             attached.helper.stop();
             // A helper that does not end in time keeps its stack; limbo stays mapped under it.

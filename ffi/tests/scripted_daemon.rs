@@ -169,7 +169,14 @@ fn serve(stream: &Stream, book: &Book, device: &DeviceFd) {
                 assert!(ring.is_some() && attach.helper_pid > 0);
                 assert!(attach.limbo_start.is_multiple_of(2 << 20));
                 check_uffds(&descriptors);
-                FromDaemon::Attached
+                // A child sends one, and gets one; it does not look at it.
+                let given: Vec<_> = match &descriptors[..] {
+                    [own] => vec![own.as_fd()],
+                    _ => Vec::new(),
+                };
+                let bytes = tiermgr_wire::encode(&FromDaemon::Attached, &mut packet);
+                stream.send_with_fds(bytes.expect("fits"), &given).expect("sends");
+                continue;
             }
             ToDaemon::AddRegion { .. } => {
                 last_region += 1;

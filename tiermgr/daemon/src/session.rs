@@ -69,11 +69,13 @@ struct Resident {
 struct Answer<'a> {
     message: FromDaemon,
     fds: Vec<BorrowedFd<'a>>,
+    /// One more, which is the peer's alone.
+    given: Option<OwnedFd>,
 }
 
 impl From<FromDaemon> for Answer<'_> {
     fn from(message: FromDaemon) -> Self {
-        Self { message, fds: Vec::new() }
+        Self { message, fds: Vec::new(), given: None }
     }
 }
 
@@ -263,6 +265,7 @@ impl Session<'_> {
         Ok(Answer {
             message: FromDaemon::Welcome(welcome),
             fds: vec![self.daemon.device(), guest.ring.memfd(), guest.ring.eventfd()],
+            given: None,
         })
     }
 
@@ -313,7 +316,7 @@ impl Session<'_> {
             }
         };
         match family.executor().attach(process) {
-            Ok(proc) => {
+            Ok((proc, given)) => {
                 family.joined(proc, self.peer.uid);
                 tracing::info!(
                     family = family.number(),
@@ -323,7 +326,7 @@ impl Session<'_> {
                     "attached"
                 );
                 self.resident = Some(Resident { family, proc });
-                Ok(FromDaemon::Attached.into())
+                Ok(Answer { message: FromDaemon::Attached, fds: Vec::new(), given })
             }
             Err(error) => {
                 if is_new {
@@ -366,7 +369,11 @@ fn send(stream: &Stream, answer: &Answer<'_>) -> io::Result<()> {
         _ => vec![0; REQUEST_BYTES_MAX],
     };
     match tiermgr_wire::encode(&answer.message, &mut buffer) {
-        Ok(bytes) => stream.send_with_fds(bytes, &answer.fds),
+        Ok(bytes) => {
+            let given = answer.given.as_ref().map(AsFd::as_fd);
+            let fds: Vec<_> = answer.fds.iter().copied().chain(given).collect();
+            stream.send_with_fds(bytes, &fds)
+        }
         Err(error) => {
             tracing::error!(error = %chain(&error), "encoding an answer");
             let bytes = tiermgr_wire::encode(&refusal(internal()), &mut buffer)

@@ -269,20 +269,27 @@ impl Executor {
     /// Takes a process into service: a client with its userfaultfd, or a forked child that is to show
     /// which of the family's children it is. Blocks for milliseconds; for a child up to two seconds.
     ///
+    /// A child also gets its userfaultfd, which the kernel gave to us alone: it is to hold a reference
+    /// of its own, or it would read zeros where pages are parked once all of ours are closed.
+    ///
     /// # Errors
     /// [`EngineError::Attach`] where the process is not what it says, and others.
-    pub fn attach(&self, new: NewProcess) -> Result<ProcId, EngineError> {
+    pub fn attach(&self, new: NewProcess) -> Result<(ProcId, Option<OwnedFd>), EngineError> {
         let is_child = new.arena.is_none();
         let prepared = Prepared::open(new)?;
         if is_child {
             return self.attach_child(prepared);
         }
-        self.call(|answer| Mail::Attach { new: Box::new(prepared), answer })?
+        let proc = self.call(|answer| Mail::Attach { new: Box::new(prepared), answer })??;
+        Ok((proc, None))
     }
 
     /// The child empties its nonce page, each child that has not shown itself gets a nonce of its own,
     /// and the one that the candidate holds says which it is.
-    fn attach_child(&self, mut prepared: Prepared) -> Result<ProcId, EngineError> {
+    fn attach_child(
+        &self,
+        mut prepared: Prepared,
+    ) -> Result<(ProcId, Option<OwnedFd>), EngineError> {
         let pid = prepared.process().pid;
         let nonce_page = prepared.process().nonce_page;
         let begun = Instant::now();
@@ -297,11 +304,9 @@ impl Executor {
             let found = placed.iter().find(|&&(_, nonce)| nonce == held).map(|&(child, _)| child);
             if let (Ok(16), Some(child)) = (read, found) {
                 empty_page(&mut prepared, nonce_page)?;
-                return self.call(|answer| Mail::Adopt {
-                    child,
-                    new: Box::new(prepared),
-                    answer,
-                })?;
+                let new = Box::new(prepared);
+                let arena = self.call(|answer| Mail::Adopt { child, new, answer })??;
+                return Ok((child, Some(arena)));
             }
             if begun.elapsed() > CHILD_TIMEOUT {
                 let reason = "it is no forked child of this family";

@@ -4,6 +4,7 @@ use crate::error::EngineError;
 use crate::linux::Prepared;
 use crate::wake::Wake;
 use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tiermgr_core::effect::Reply;
@@ -18,8 +19,8 @@ pub(crate) enum Mail {
     Attach { new: Box<Prepared>, answer: SyncSender<Result<ProcId, EngineError>> },
     /// Put a nonce into each child that has not shown itself.
     Prove { seed: u128, answer: SyncSender<Vec<(ProcId, u128)>> },
-    /// This is who that child is.
-    Adopt { child: ProcId, new: Box<Prepared>, answer: SyncSender<Result<ProcId, EngineError>> },
+    /// This is who that child is. Answered with its userfaultfd.
+    Adopt { child: ProcId, new: Box<Prepared>, answer: SyncSender<Result<OwnedFd, EngineError>> },
     /// A client's request.
     Ask { request: RequestId, proc: ProcId, what: Request, answer: SyncSender<Reply> },
     /// The process' connection has ended.

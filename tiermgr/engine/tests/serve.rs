@@ -230,7 +230,7 @@ fn serve(executor: &Executor, stream: &Stream) -> io::Result<()> {
     let limbo_fd = Uffd::from_fd(limbo_fd);
     limbo_fd.register(limbo.start.0, limbo.len, Mode::MISSING)?;
     let pid = stream.peer_cred()?.pid;
-    let proc = executor
+    let (proc, _) = executor
         .attach(NewProcess {
             pid,
             pidfd: pidfd::open(pid)?,

@@ -36,7 +36,7 @@ pub enum FromDaemon {
     Welcome(Welcome),
     /// To `Hello` of a control connection.
     Ready,
-    /// To `Attach`.
+    /// To `Attach`. Descriptors: for a forked child the userfaultfd of its arenas, for a client none.
     Attached,
     /// Done.
     Done,

@@ -8,7 +8,7 @@ use super::token::Token;
 use super::{LOOK_NS, LinuxHost};
 use crate::error::EngineError;
 use crate::state::procs::ProcEntry;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use tiermgr_core::event::Event;
 use tiermgr_core::units::{ProcId, Tick};
 use tiermgr_sys::pidfd;
@@ -47,20 +47,22 @@ impl LinuxHost {
         Ok(id)
     }
 
-    /// The child has shown who it is.
+    /// The child has shown who it is. Gives another descriptor of its userfaultfd.
     pub(super) fn adopt_child(
         &mut self,
         child: ProcId,
         prepared: Prepared,
         events: &mut Vec<Event>,
-    ) -> Result<ProcId, EngineError> {
+    ) -> Result<OwnedFd, EngineError> {
         let known = self.procs.get(child).ok_or(EngineError::NoProcess(child))?;
         if known.attached.is_some() || known.entry.gone {
             let reason = "another process has shown itself as this child";
             return Err(EngineError::Attach { pid: prepared.new.pid, reason });
         }
+        let arena =
+            known.arena.try_clone().map_err(EngineError::kernel("duplicating a userfaultfd"))?;
         self.complete(child, prepared, events);
-        Ok(child)
+        Ok(arena.into_fd())
     }
 
     fn complete(&mut self, id: ProcId, prepared: Prepared, events: &mut Vec<Event>) {
