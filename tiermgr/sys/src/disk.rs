@@ -36,7 +36,7 @@ pub enum StoreError {
         path: PathBuf,
     },
     /// The device or the file system takes no writes.
-    #[error("{path} is read-only, or lies on a read-only file system")]
+    #[error("{path} is read-only, or lies on a read-only file system; choose another store")]
     ReadOnly {
         /// The store.
         path: PathBuf,
@@ -150,6 +150,9 @@ pub fn open_store(path: &Path, size: Option<u64>, create: bool) -> Result<StoreF
         opener.refuse_memory(if existing.is_some() { path } else { opener.folder() })?;
     }
     let file = opener.open(device, existing.is_none())?;
+    if device && opener.is_read_only(&file)? {
+        return Err(StoreError::ReadOnly { path: path.to_owned() });
+    }
     opener.lock(&file)?;
     let found = opener.size_of(&file, device)?;
     let needed = size.unwrap_or(found).max(STORE_BYTES_MIN);
@@ -157,7 +160,15 @@ pub fn open_store(path: &Path, size: Option<u64>, create: bool) -> Result<StoreF
         if device || !create {
             return Err(StoreError::TooSmall { path: path.to_owned(), size: found, needed });
         }
-        opener.preallocate(&file, needed)?;
+        opener.preallocate(&file, needed).inspect_err(|_| {
+            // What could be set aside would fill the disk for nothing. Should that fail too, the error at
+            // hand says what is wrong with this file system.
+            let undone = match existing {
+                None => std::fs::remove_file(path),
+                Some(_) => file.set_len(found),
+            };
+            drop(undone);
+        })?;
     }
     let align = opener.alignment(&file, device)?;
     let size = size.unwrap_or(found.max(needed));
@@ -257,6 +268,20 @@ impl Opener<'_> {
             Ok(size)
         } else {
             Err(self.io("asking the size of")(io::Error::last_os_error()))
+        }
+    }
+
+    /// Some kernels let root open a read-only device for writing, and refuse the writes.
+    fn is_read_only(&self, file: &File) -> Result<bool, StoreError> {
+        const BLKROGET: u32 = 0x125e;
+        let mut flag = 0i32;
+        // SAFETY: BLKROGET writes one int.
+        let rc =
+            unsafe { libc::ioctl(file.as_raw_fd(), libc::Ioctl::from(BLKROGET), &raw mut flag) };
+        if rc == 0 {
+            Ok(flag != 0)
+        } else {
+            Err(self.io("asking whether writes are allowed to")(io::Error::last_os_error()))
         }
     }
 
