@@ -83,15 +83,15 @@ def scratch():
 
 
 class Daemon:
-    """A daemon of our own, with its socket and its store below `folder`."""
+    """A daemon of our own, with its socket and its store below `folder`, and with the state of an
+    earlier one if `state` is given."""
 
-    def __init__(self, folder, dram_bytes, store_bytes, popen=subprocess.Popen, extra=()):
+    def __init__(self, folder, dram_bytes, store_bytes, popen=subprocess.Popen, extra=(), state=None,
+                 store=None):
         self.socket = folder / "socket"
-        self.state = pathlib.Path(tempfile.mkdtemp(prefix="tiermgr-test-", dir="/dev/shm"))
+        self.state = state or pathlib.Path(tempfile.mkdtemp(prefix="tiermgr-test-", dir="/dev/shm"))
         ready, tell = os.pipe()
-        command = [str(DAEMON), "--embedded", "--socket", str(self.socket)]
-        command += ["--state-dir", str(self.state), "--dram", str(dram_bytes)]
-        command += ["--store", f"{folder / 'store'}:{store_bytes}", "--ready-fd", str(tell)]
+        command = self.command(tell, dram_bytes, f"{store or folder / 'store'}:{store_bytes}")
         # A store of this size on a file that is not there yet is preallocated first.
         self.log = open(folder / "daemon.log", "w+")
         self.process = popen([*command, *extra], pass_fds=[tell], stdin=subprocess.DEVNULL,
@@ -99,14 +99,20 @@ class Daemon:
         os.close(tell)
         try:
             readable, _, _ = select.select([ready], [], [], 60)
-            if not readable or not os.read(ready, 1):
-                self.process.wait(10)
-                raise RuntimeError(f"the daemon did not start:\n{self.log_text()}")
+            said = os.read(ready, 4096).decode() if readable else ""
+            if said.strip() != "ready":
+                raise RuntimeError(f"the daemon did not start: {said}\n{self.log_text()}")
         except BaseException:
             self.close()
             raise
         finally:
             os.close(ready)
+
+    def command(self, tell, dram_bytes, store):
+        """How it is started."""
+        command = [str(DAEMON), "--embedded", "--socket", str(self.socket)]
+        command += ["--state-dir", str(self.state), "--dram", str(dram_bytes)]
+        return [*command, "--store", store, "--ready-fd", str(tell)]
 
     def log_text(self):
         """What it has written so far."""
