@@ -2,12 +2,17 @@
  *
  *   workload fill MIB ROUNDS       fills, then ROUNDS times reads all in order and changes some
  *   workload hold MIB              fills, says "filled", waits for a line, checks, says "right"
+ *   workload renew MIB             the same, and afterwards allocates anew and forks
  *   workload fork MIB              fills, forks; parent and child change and check their own copies
+ *   workload forks MIB SECONDS     the same again and again; a child that is killed is no error
+ *   workload pair MIB ROUNDS       forks once; both sides change and check their own, ROUNDS times
  *   workload blocks MIB SECONDS    allocates, checks and frees blocks of 64 KiB to 4 MiB
  *
  * Says what is wrong and exits with 1 where a byte is; 2 for a wrong command line. */
 
 #include <errno.h>
+#include <signal.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -112,7 +117,35 @@ static int run_fill(size_t mib, uint64_t rounds)
     return 0;
 }
 
-static int run_hold(size_t mib)
+/* Parent and child change their own copies and check them. */
+static void fork_once(struct pages *pages, uint64_t seed, bool may_be_killed)
+{
+    pid_t child = fork();
+    int status;
+
+    if (child < 0) {
+        perror("fork");
+        exit(1);
+    }
+    if (child == 0) {
+        change(pages, seed, 4);
+        check(pages, "child");
+        _exit(0);
+    }
+    change(pages, seed + 1, 4);
+    check(pages, "parent");
+    if (waitpid(child, &status, 0) != child) {
+        perror("waitpid");
+        exit(1);
+    }
+    if (status != 0 && !(may_be_killed && WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL)) {
+        fprintf(stderr, "the child ended with status %#x\n", (unsigned)status);
+        exit(1);
+    }
+    check(pages, "parent after the child");
+}
+
+static int run_hold(size_t mib, bool renews)
 {
     struct pages pages = fill(mib);
     char line[16];
@@ -121,6 +154,18 @@ static int run_hold(size_t mib)
     fflush(stdout);
     if (fgets(line, sizeof line, stdin) == NULL)
         return 1;
+    if (renews) {
+        /* More than the first arena has: the daemon is asked for another. */
+        size_t bytes = 1100 * MIB;
+        uint64_t *more = allocate(bytes), last = bytes / PAGE - 1;
+
+        write_page(more, 0, 1);
+        write_page(more + last * PAGE_WORDS, last, 1);
+        fork_once(&pages, 5, false);
+        check_page(more, 0, 1, "a new block");
+        check_page(more + last * PAGE_WORDS, last, 1, "the end of a new block");
+        free(more);
+    }
     check(&pages, "after the wait");
     change(&pages, 7, 4);
     check(&pages, "after changes");
@@ -131,28 +176,40 @@ static int run_hold(size_t mib)
 static int run_fork(size_t mib)
 {
     struct pages pages = fill(mib);
-    pid_t child;
-    int status;
 
     change(&pages, 1, 4);
-    child = fork();
+    fork_once(&pages, 2, false);
+    return 0;
+}
+
+static int run_forks(size_t mib, uint64_t seconds)
+{
+    struct pages pages = fill(mib);
+    time_t end = time(NULL) + (time_t)seconds;
+
+    for (uint64_t seed = 2; time(NULL) < end; seed += 2)
+        fork_once(&pages, seed, true);
+    return 0;
+}
+
+/* Parent and child each go on for ROUNDS, or until they are killed. */
+static int run_pair(size_t mib, uint64_t rounds)
+{
+    struct pages pages = fill(mib);
+    pid_t child = fork();
+    int status;
+
     if (child < 0) {
         perror("fork");
         return 1;
     }
-    if (child == 0) {
-        change(&pages, 2, 4);
-        check(&pages, "child");
+    for (uint64_t round = 0; round < rounds; round++) {
+        change(&pages, round * 2 + (child == 0), 8);
+        check(&pages, child == 0 ? "child of a pair" : "parent of a pair");
+    }
+    if (child == 0)
         _exit(0);
-    }
-    change(&pages, 3, 4);
-    check(&pages, "parent");
-    if (waitpid(child, &status, 0) != child || !WIFEXITED(status) || WEXITSTATUS(status) != 0) {
-        fprintf(stderr, "the child ended with status %#x\n", status);
-        return 1;
-    }
-    check(&pages, "parent after the child");
-    return 0;
+    return waitpid(child, &status, 0) == child && status == 0 ? 0 : 1;
 }
 
 static int run_blocks(size_t mib, uint64_t seconds)
@@ -193,11 +250,17 @@ int main(int argc, char **argv)
     if (mib > 0 && strcmp(argv[1], "fill") == 0)
         return run_fill(mib, more);
     if (mib > 0 && strcmp(argv[1], "hold") == 0)
-        return run_hold(mib);
+        return run_hold(mib, false);
+    if (mib > 0 && strcmp(argv[1], "renew") == 0)
+        return run_hold(mib, true);
     if (mib > 0 && strcmp(argv[1], "fork") == 0)
         return run_fork(mib);
+    if (mib > 0 && strcmp(argv[1], "forks") == 0)
+        return run_forks(mib, more);
+    if (mib > 0 && strcmp(argv[1], "pair") == 0)
+        return run_pair(mib, more);
     if (mib > 0 && strcmp(argv[1], "blocks") == 0)
         return run_blocks(mib, more);
-    fprintf(stderr, "usage: %s fill|hold|fork|blocks MIB [ROUNDS|SECONDS]\n", argv[0]);
+    fprintf(stderr, "usage: %s fill|hold|renew|fork|forks|pair|blocks MIB [ROUNDS|SECONDS]\n", argv[0]);
     return 2;
 }

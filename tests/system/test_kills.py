@@ -1,0 +1,250 @@
+"""Kills at moments that nobody chose, and of all that there is at once."""
+
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import time
+
+import pytest
+
+import product
+
+MIB = 1 << 20
+DRAM, STORE = 96 * MIB, 1024 * MIB
+SEED = int(os.environ.get("TIERMGR_TEST_SEED", "1"))
+ROUNDS = int(os.environ.get("TIERMGR_TEST_ROUNDS", "3"))
+
+
+class Clients:
+    """Programs with twice the memory that there is, and what has become of them."""
+
+    def __init__(self, daemon, workload):
+        self.environment, self.workload, self.all = daemon.preloaded(), workload, []
+
+    def start(self, *arguments):
+        process = subprocess.Popen([self.workload, *map(str, arguments)], stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                   env=self.environment, start_new_session=True)
+        self.all.append(process)
+        return process
+
+    def hold(self, mib):
+        process = self.start("hold", mib)
+        assert process.stdout.readline() == "filled\n", process.communicate(timeout=20)
+        return process
+
+    def kill(self, process):
+        """With all that it forked. Gives what it had to say, which is nothing unless bytes were
+        wrong."""
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        _, err = process.communicate(timeout=20)
+        return err
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.all:
+            self.kill(process)
+
+
+def processes_of(group):
+    """Processes of a process group, and the ticks that they have run for."""
+    found = {}
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            words = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(words[2]) == group and words[0] != "Z":
+            found[int(path.parent.name)] = int(words[11]) + int(words[12])
+    return found
+
+
+def wait_until_still(process, seconds=60):
+    """Waits until none of its processes has run for a second, and gives them."""
+    deadline = time.monotonic() + seconds
+    before = processes_of(process.pid)
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(1)
+        now = processes_of(process.pid)
+        if now == before:
+            return now
+        before = now
+    raise AssertionError(f"{process.args} has not come to rest: status {process.poll()}")
+
+
+def wait_for_end(pids, seconds=20):
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in pids if pathlib.Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.02)
+
+
+def helpers_of(daemon):
+    rows = daemon.control("clients")
+    rows = rows if isinstance(rows, list) else rows["clients"]
+    return {row["pid"]: row["helper_pid"] for row in rows}
+
+
+def assert_empty(status):
+    assert status["families"] == 0, status
+    assert status["dram_granted_bytes"] == 0, status
+    assert status["store_used_bytes"] == 0, status
+
+
+def kill_both(daemon, keeper_first=True):
+    """At once: a serving process that the keeper made in between would be another one."""
+    status = daemon.status()
+    pids = [status["keeper_pid"], status["daemon_pid"]]
+    for pid in pids if keeper_first else reversed(pids):
+        os.kill(pid, signal.SIGKILL)
+    daemon.process.wait(20)
+    wait_for_end(pids)
+
+
+@pytest.mark.parametrize("keeper_first", [True, False])
+def test_without_keeper_and_daemon_programs_wait_and_never_read_wrong_bytes(
+        folder, workload, keeper_first):
+    daemon = product.Daemon(folder, DRAM, STORE)
+    try:
+        with Clients(daemon, workload) as clients:
+            clients.start("fill", 128, 100_000)
+            # Its children have their memory from the kernel, and their userfaultfds from the daemon.
+            clients.start("forks", 96, 100_000)
+            clients.start("pair", 96, 100_000)
+            held = clients.hold(128)
+            daemon.wait_for(lambda s: s["totals"]["recalled_pages"] > 20_000
+                            and s["totals"]["forks"] > 2)
+            helpers = list(helpers_of(daemon).values())
+            kill_both(daemon, keeper_first)
+            held.stdin.write("go\n")
+            held.stdin.flush()
+            for process in clients.all:
+                wait_until_still(process)
+            for process in clients.all:
+                assert clients.kill(process) == ""
+        # What is left of them keeps no new daemon from serving.
+        with product.Daemon(folder, DRAM, STORE, state=daemon.state) as after:
+            assert_empty(after.wait_until_empty())
+            with Clients(after, workload) as clients:
+                process = clients.start("fill", 128, 1)
+                _, err = process.communicate(timeout=100)
+                assert process.returncode == 0, err
+            assert_empty(after.wait_until_empty())
+        # A helper that no daemon tells to go keeps the memory of its program for half a minute.
+        wait_for_end(helpers, 60)
+    finally:
+        daemon.close()
+
+
+def test_a_new_daemon_with_the_state_of_a_dead_one(folder, workload):
+    """Programs of before go on, or wait; new ones are served; once all have ended nothing is
+    booked."""
+    daemon = product.Daemon(folder, DRAM, STORE)
+    try:
+        with Clients(daemon, workload) as clients:
+            held = [clients.hold(48) for _ in range(4)]
+            clients.start("pair", 64, 100_000)
+            daemon.wait_for(lambda s: s["totals"]["recalled_pages"] > 10_000)
+            kill_both(daemon)
+            with product.Daemon(folder, DRAM, STORE, state=daemon.state) as after:
+                with Clients(after, workload) as others:
+                    process = others.start("fill", 128, 1)
+                    _, err = process.communicate(timeout=100)
+                    assert process.returncode == 0, err
+                for process in held:
+                    process.stdin.write("go\n")
+                    process.stdin.flush()
+                    time.sleep(0.5)
+                    assert process.poll() in (None, 0), process.communicate()
+                for process in clients.all:
+                    assert clients.kill(process) == ""
+                assert_empty(after.wait_until_empty())
+    finally:
+        daemon.close()
+
+
+def test_a_client_its_helper_and_the_daemon_are_killed_together(folder, workload):
+    """The new daemon finds records of a process of which nothing is left."""
+    with product.Daemon(folder, DRAM, STORE) as daemon, Clients(daemon, workload) as clients:
+        victim, held = clients.start("fill", 128, 100_000), clients.hold(64)
+        daemon.wait_for(lambda s: s["totals"]["recalled_pages"] > 10_000)
+        helper, before = helpers_of(daemon)[victim.pid], daemon.status()
+        # Stopped, so that it has not seen the two end when its own end comes.
+        os.kill(before["daemon_pid"], signal.SIGSTOP)
+        os.kill(helper, signal.SIGKILL)
+        assert clients.kill(victim) == ""
+        wait_for_end([helper])
+        os.kill(before["daemon_pid"], signal.SIGKILL)
+        out, err = held.communicate("go\n", timeout=60)
+        assert held.returncode == 0 and out.endswith("right\n"), (held.returncode, out, err)
+        status = daemon.wait_until_empty()
+        assert_empty(status)
+        assert status["restarts"] == before["restarts"] + 1, status
+
+
+@pytest.mark.parametrize("number", range(ROUNDS))
+def test_each_of_them_is_killed_once_under_load(folder, workload, number):
+    """The keeper last: without it nobody would start the daemon anew."""
+    seed = SEED * 1000 + number
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    with product.Daemon(folder, DRAM, STORE) as daemon, Clients(daemon, workload) as clients:
+        filler, forker = clients.start("fill", 128, 6), clients.start("forks", 64, 8)
+        victim, held = clients.start("forks", 48, 100), clients.hold(64)
+        deaths = ["client", "helper", "helper", "daemon", "daemon", "child"]
+        chance.shuffle(deaths)
+        for death in [*deaths, "keeper"]:
+            time.sleep(chance.uniform(0, 0.5))
+            status = daemon.wait_for(lambda s: s["families"] > 0)
+            if death == "client":
+                assert clients.kill(victim) == ""
+            elif death == "child":
+                # Right after its fork, as like as not.
+                deadline = time.monotonic() + 10
+                while len(pids := processes_of(forker.pid)) < 2 and time.monotonic() < deadline:
+                    pass
+                for pid in set(pids) - {forker.pid} - set(helpers_of(daemon).values()):
+                    signal_if_there(pid)
+            elif death == "helper":
+                helpers = helpers_of(daemon)
+                signal_if_there(helpers[chance.choice(sorted(helpers))])
+            else:
+                signal_if_there(status[f"{death}_pid"])
+        held.stdin.write("go\n")
+        held.stdin.flush()
+        for process in (filler, forker, held):
+            _, err = process.communicate(timeout=150)
+            assert process.returncode == 0, (process.args, process.returncode, err)
+        status = daemon.wait_until_empty()
+        assert_empty(status)
+        assert status["totals"]["poisoned_pages"] == 0, status
+        # Nobody else ends it now.
+        os.kill(status["daemon_pid"], signal.SIGTERM)
+        wait_for_end([status["daemon_pid"]])
+
+
+def signal_if_there(pid):
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def test_a_client_allocates_and_forks_after_the_daemon_was_killed(folder, workload):
+    with product.Daemon(folder, DRAM, 2 * STORE) as daemon, Clients(daemon, workload) as clients:
+        process = clients.start("renew", 128)
+        assert process.stdout.readline() == "filled\n", process.communicate(timeout=20)
+        before = daemon.status()
+        os.kill(before["daemon_pid"], signal.SIGKILL)
+        out, err = process.communicate("go\n", timeout=100)
+        assert process.returncode == 0 and out.endswith("right\n"), (process.returncode, out, err)
+        status = daemon.wait_until_empty()
+        assert status["restarts"] == 1 and status["totals"]["forks"] == 1, status
+        assert_empty(status)
