@@ -34,7 +34,18 @@ fn flag(name: &str, path: &Path) -> OsString {
 }
 
 fn run(name: &str, compiler: &str, standard: &str, source: &str, is_static: bool) {
-    let Some(stage) = Stage::new(name, working_set() / 2, &[]) else { return };
+    run_with(name, compiler, standard, source, is_static, &[]);
+}
+
+fn run_with(
+    name: &str,
+    compiler: &str,
+    standard: &str,
+    source: &str,
+    is_static: bool,
+    flags: &[&str],
+) {
+    let Some(stage) = Stage::new(name, working_set() / 2, flags) else { return };
     if !dist("lib/libtiermgr.so").exists() {
         return skip("dist/lib/libtiermgr.so is not built; run scripts/build");
     }
@@ -58,6 +69,17 @@ fn every_call_from_c11_linked_statically() {
 #[test]
 fn every_call_from_cxx17() {
     run("abi-cxx", "c++", "-std=c++17", "every_call.cpp", false);
+}
+
+#[test]
+fn addresses_are_reused_while_the_helper_is_late() {
+    run("abi-late", "cc", "-std=c11", "delayed_helper.c", false);
+}
+
+#[test]
+fn addresses_are_reused_while_the_helper_is_late_without_uffd_move() {
+    let flags = &["--assume-missing", "uffd_move"];
+    run_with("abi-late-in-place", "cc", "-std=c11", "delayed_helper.c", false, flags);
 }
 
 #[test]

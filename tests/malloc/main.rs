@@ -13,6 +13,8 @@ use std::process::Command;
 use std::time::Duration;
 
 const PAGE_BYTES: u64 = 4096;
+/// As on kernels before Linux 6.8.
+const WITHOUT_MOVE: &[&str] = &["--assume-missing", "uffd_move"];
 
 fn source(name: &str) -> PathBuf {
     root().join("tests/malloc").join(name)
@@ -58,7 +60,12 @@ fn sixteen_threads() {
 
 #[test]
 fn one_thread_without_uffd_move() {
-    at_half_with("threads", &[("THREADS", "1")], recalls_min(), &["--assume-missing", "uffd_move"]);
+    at_half_with("threads", &[("THREADS", "1")], recalls_min(), WITHOUT_MOVE);
+}
+
+#[test]
+fn sixteen_threads_without_uffd_move() {
+    at_half_with("threads", &[("THREADS", "16")], recalls_min(), WITHOUT_MOVE);
 }
 
 #[test]
@@ -72,6 +79,11 @@ fn fork_under_pressure() {
 }
 
 #[test]
+fn fork_under_pressure_without_uffd_move() {
+    at_half_with("fork_pressure", &[], recalls_min(), WITHOUT_MOVE);
+}
+
+#[test]
 fn fork_and_exec_a_thousand_times() {
     at_half("fork_exec", &[], recalls_min() / 2);
 }
@@ -82,8 +94,18 @@ fn fork_and_the_parent_exits() {
 }
 
 #[test]
+fn fork_and_the_parent_exits_without_uffd_move() {
+    at_half_with("fork_parent_exits", &[], recalls_min(), WITHOUT_MOVE);
+}
+
+#[test]
 fn threads_exit_while_others_fault() {
     at_half("thread_exit", &[], recalls_min() / 2);
+}
+
+#[test]
+fn threads_exit_while_others_fault_without_uffd_move() {
+    at_half_with("thread_exit", &[], recalls_min() / 2, WITHOUT_MOVE);
 }
 
 #[test]
@@ -92,8 +114,18 @@ fn read_only_weights() {
 }
 
 #[test]
+fn read_only_weights_without_uffd_move() {
+    at_half_with("readonly", &[], recalls_min(), WITHOUT_MOVE);
+}
+
+#[test]
 fn locked_memory() {
     at_half("locked", &[], 0);
+}
+
+#[test]
+fn locked_memory_without_uffd_move() {
+    at_half_with("locked", &[], 0, WITHOUT_MOVE);
 }
 
 #[test]
@@ -102,8 +134,18 @@ fn storm_of_madvise_and_munmap() {
 }
 
 #[test]
+fn storm_of_madvise_and_munmap_without_uffd_move() {
+    at_half_with("storm", &[], recalls_min() / 2, WITHOUT_MOVE);
+}
+
+#[test]
 fn system_calls_on_parked_memory() {
     at_half("syscalls", &[("EXPECT_PARKED", "1")], recalls_min());
+}
+
+#[test]
+fn system_calls_on_parked_memory_without_uffd_move() {
+    at_half_with("syscalls", &[("EXPECT_PARKED", "1")], recalls_min(), WITHOUT_MOVE);
 }
 
 #[test]

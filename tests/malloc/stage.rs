@@ -1,7 +1,8 @@
 //! A private daemon with little memory, programs compiled from C, and what the daemon counted.
 //!
 //! `TIERMGR_TEST_SIZE` (bytes, or with `M`, `G`) makes the working set larger than the 256 MiB that a
-//! test run takes; the daemon always gets half of it. Without root, userfaultfd or the built `dist/`
+//! test run takes; the daemon always gets half of it. `TIERMGR_TEST_ASSUME_MISSING` names a kernel feature
+//! that all daemons do without. Without root, userfaultfd or the built `dist/`
 //! a test says why it is skipped, which under `TIERMGR_CI_STRICT=1` is a failure.
 
 use nix::sys::signal::{Signal, kill, killpg};
@@ -58,6 +59,12 @@ pub(crate) fn working_set() -> u64 {
         other => panic!("TIERMGR_TEST_SIZE: unknown unit {other}"),
     };
     digits.parse::<u64>().expect("TIERMGR_TEST_SIZE is a size") * unit
+}
+
+/// What makes a daemon do without the kernel feature that the environment names.
+fn assumed_missing() -> Vec<String> {
+    let feature = std::env::var("TIERMGR_TEST_ASSUME_MISSING");
+    feature.map_or_else(|_| Vec::new(), |name| vec!["--assume-missing".to_owned(), name])
 }
 
 /// A folder of this test's own on the file system of the target folder, for stores: those on a tmpfs
@@ -171,6 +178,7 @@ impl Stage {
             .arg("--state-dir")
             .arg(&state)
             .args(flags)
+            .args(assumed_missing())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()
