@@ -41,6 +41,21 @@ def test_everything_fits_a_cgroup_with_the_daemon_inside(run_bounded, workload, 
     assert_worked(counters, 256, 128)
 
 
+def test_a_cgroup_smaller_than_the_share_of_dram_is_parked_down_to(workload, folder):
+    with product.Daemon(folder, 512 * MIB, 1024 * MIB) as daemon, Box("small", 96 * MIB) as box:
+        client = box.popen([workload, "fill", "256", "1"], env=daemon.preloaded(),
+                           stderr=subprocess.PIPE, text=True)
+        try:
+            _, complaint = client.communicate(timeout=120)
+        finally:
+            client.kill()
+            client.communicate()
+        assert client.returncode == 0, complaint
+        assert box.oom_kills() == 0
+        assert daemon.status()["totals"]["parked_pages"] >= 160 * MIB // PAGE
+        assert "memory cgroup" in daemon.log_text()
+
+
 def test_parent_and_child_of_a_fork_keep_their_own_bytes(run_bounded, workload, box):
     _, counters = run_bounded([workload, "fork", 128], 96, popen=box.popen)
     assert counters["forks"] >= 1, counters

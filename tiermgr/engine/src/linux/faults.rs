@@ -146,13 +146,25 @@ impl LinuxHost {
                 known.readable |= !known.arena_polled;
                 all &= known.arena_polled;
             }
-            if let Some(attached) = &mut known.attached
-                && !attached.ring_polled
-                && attached.helper_alive
-            {
+            let Some(attached) = &mut known.attached else { continue };
+            if !attached.ring_polled && attached.helper_alive {
                 let token = Token::Ring(known.id, known.generation);
                 attached.ring_polled = self.io.poll(attached.ring.eventfd(), token);
                 all &= attached.ring_polled;
+            }
+            if let Some(process) = attached.pidfd.as_ref().filter(|_| !attached.exited)
+                && !attached.exit_polled
+            {
+                let token = Token::Exit(known.id, known.generation);
+                attached.exit_polled = self.io.poll(process.as_fd(), token);
+                all &= attached.exit_polled;
+            }
+            if let Some(helper) = attached.helper_pidfd.as_ref().filter(|_| attached.helper_alive)
+                && !attached.helper_exit_polled
+            {
+                let token = Token::HelperExit(known.id, known.generation);
+                attached.helper_exit_polled = self.io.poll(helper.as_fd(), token);
+                all &= attached.helper_exit_polled;
             }
         }
         if !self.wake_polled

@@ -23,9 +23,79 @@ pub(super) struct Headroom {
     until: Tick,
 }
 
+/// Room that makes it worth while to let a family grow again.
+const WORTH_BYTES: u64 = 4 * RESERVE_BYTES;
+/// How far a family shrinks below what it used when its cgroup was full.
+const STEP_BYTES: u64 = 2 * RESERVE_BYTES;
+/// How often a cgroup that was full is looked at.
+const LOOK_NS: u64 = 100_000_000;
+
+/// What a family may use where its cgroups take less than its share of the room.
+///
+/// **Problem.** A family is told of the DRAM that the daemon has, and its cgroup may have less, together
+/// with all that the program uses beside us. Nothing is parked then, and every page that is to come in
+/// waits for one to leave.
+/// **Approach.** A refusal lowers the family's budget to a little less than what it uses; room that shows
+/// later raises it by half of that.
+/// **Not here.** Which cgroup a page is charged to: that of whoever touches it.
+#[derive(Debug)]
+pub(super) struct Cap {
+    bytes: u64,
+    next_look: Tick,
+}
+
+impl Cap {
+    pub(super) const NONE: Self = Self { bytes: u64::MAX, next_look: Tick(0) };
+
+    /// The most that the family may use.
+    pub(super) const fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// A cgroup took no more while the family used `used_bytes`. True where there was no cap before.
+    pub(super) fn refused(&mut self, now: Tick, used_bytes: u64) -> bool {
+        let first = self.bytes == u64::MAX;
+        self.bytes = self.bytes.min(used_bytes.saturating_sub(STEP_BYTES));
+        self.next_look = now.after_ns(LOOK_NS);
+        first
+    }
+
+    /// When the cgroups are to be looked at again.
+    pub(super) const fn next_look(&self) -> Tick {
+        if self.bytes == u64::MAX { Tick::NEVER } else { self.next_look }
+    }
+
+    /// The cgroups have `room` (`None`: no limit) while the family uses `used_bytes` of its
+    /// `share_bytes`.
+    pub(super) fn looked(
+        &mut self,
+        now: Tick,
+        room: Option<u64>,
+        used_bytes: u64,
+        share_bytes: u64,
+    ) {
+        self.next_look = now.after_ns(LOOK_NS);
+        match room {
+            None => self.bytes = u64::MAX,
+            Some(room) if room > WORTH_BYTES => {
+                self.bytes = self.bytes.max(used_bytes.saturating_add(room / 2));
+                if self.bytes >= share_bytes {
+                    self.bytes = u64::MAX;
+                }
+            }
+            Some(_) => {}
+        }
+    }
+}
+
 impl Headroom {
     pub(super) const fn new(gauge: Option<MemoryGauge>) -> Self {
         Self { gauge, allowance: 0, until: Tick(0) }
+    }
+
+    /// What the cgroup can still take; `None` where there is no limit or nothing is known.
+    pub(super) fn room(&self) -> Option<u64> {
+        self.gauge.as_ref()?.headroom()
     }
 
     /// Whether `bytes` can be installed now.
@@ -58,7 +128,7 @@ impl Headroom {
             }
             Some(room) => {
                 let spare = room.saturating_sub(RESERVE_BYTES);
-                self.allowance = if spare > 4 * RESERVE_BYTES { spare / 2 } else { spare };
+                self.allowance = if spare > WORTH_BYTES { spare / 2 } else { spare };
                 self.until = now.after_ns(FRESH_NS);
             }
         }
@@ -68,6 +138,24 @@ impl Headroom {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_cap_follows_a_full_cgroup_down_and_its_room_up() {
+        const MIB: u64 = 1 << 20;
+        let mut cap = Cap::NONE;
+        assert_eq!(cap.next_look(), Tick::NEVER);
+        assert!(cap.refused(Tick(0), 60 * MIB));
+        assert_eq!(cap.bytes(), 52 * MIB);
+        assert!(!cap.refused(Tick(1), 56 * MIB));
+        assert_eq!(cap.bytes(), 48 * MIB);
+        let now = cap.next_look();
+        cap.looked(now, Some(8 * MIB), 40 * MIB, 500 * MIB);
+        assert_eq!(cap.bytes(), 48 * MIB, "too little to be worth while");
+        cap.looked(now, Some(40 * MIB), 40 * MIB, 500 * MIB);
+        assert_eq!(cap.bytes(), 60 * MIB);
+        cap.looked(now, Some(40 * MIB), 40 * MIB, 50 * MIB);
+        assert_eq!(cap.next_look(), Tick::NEVER, "more than its share needs no cap");
+    }
 
     #[test]
     fn the_reserve_is_left_to_the_client() {

@@ -76,15 +76,10 @@ impl LinuxHost {
     pub(super) fn tell_ready(&mut self, id: ProcId, events: &mut Vec<Event>) {
         let Some(known) = self.procs.get(id) else { return };
         let Some(attached) = &known.attached else { return };
-        let generation = known.generation;
-        if let Some(process) = &attached.pidfd {
-            self.io.poll(process.as_fd(), Token::Exit(id, generation));
-        }
-        if let Some(helper) = &attached.helper_pidfd {
-            self.io.poll(helper.as_fd(), Token::HelperExit(id, generation));
-        }
-        self.io.submit();
         events.push(Event::ProcReady { proc: id, limbo: attached.limbo });
+        // An end is to be heard of also while faults leave no time to sleep.
+        self.arm_polls();
+        self.io.submit();
     }
 
     /// Notes which children have got their parent's table. To be called between turns: within one, a
@@ -140,10 +135,10 @@ impl LinuxHost {
             if attached.ring_polled {
                 self.io.poll_cancel(Token::Ring(id, generation));
             }
-            if attached.pidfd.is_some() && !attached.exited {
+            if attached.exit_polled {
                 self.io.poll_cancel(Token::Exit(id, generation));
             }
-            if attached.helper_alive {
+            if attached.helper_exit_polled {
                 self.io.poll_cancel(Token::HelperExit(id, generation));
             }
         }

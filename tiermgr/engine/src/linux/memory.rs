@@ -10,7 +10,7 @@ use tiermgr_core::effect::BufRange;
 use tiermgr_core::event::{Event, IoctlOutcome};
 use tiermgr_core::limits::COPY_PIECE_BYTES;
 use tiermgr_core::page::PageMask;
-use tiermgr_core::units::{Addr, EXTENT_PAGES_MAX, OpId, ProcId, Span, low_u32};
+use tiermgr_core::units::{Addr, EXTENT_PAGES_MAX, OpId, ProcId, Span, Tick, low_u32};
 use tiermgr_sys::memory::{PageEntry, read_memory};
 use tiermgr_sys::pidfd;
 use tiermgr_sys::uffd::{Installed, Mode, Outcome, Uffd};
@@ -267,8 +267,27 @@ impl LinuxHost {
             .and_then(|whose| self.procs.get_mut(whose))
             .and_then(|known| known.attached.as_mut());
         let admitted = attached.is_none_or(|attached| attached.headroom.admit(now, bytes));
-        self.stats.cgroup_refusals += u64::from(!admitted);
+        if !admitted {
+            self.stats.cgroup_refusals += 1;
+            if self.cap.refused(now, self.used_bytes) {
+                tracing::warn!(
+                    family = self.config.family,
+                    used_bytes = self.used_bytes,
+                    "the memory cgroup of a program is full: its family is held below its share of \
+                     DRAM, and parks (raise the limit of the cgroup, or lower the daemon's)"
+                );
+            }
+            self.tell_budget();
+        }
         admitted
+    }
+
+    /// Looks whether cgroups that were full have room again.
+    pub(super) fn look_at_cap(&mut self, now: Tick) {
+        let rooms = self.procs.iter().filter_map(|known| known.attached.as_ref());
+        let room = rooms.filter_map(|attached| attached.headroom.room()).min();
+        self.cap.looked(now, room, self.used_bytes, self.config.share.budget());
+        self.tell_budget();
     }
 }
 

@@ -24,6 +24,7 @@ mod spin;
 mod tests;
 mod token;
 
+use proc::Attached;
 pub use proc::Prepared;
 
 use crate::error::EngineError;
@@ -33,6 +34,7 @@ use crate::room::{FamilyId, Room, Share};
 use crate::state::FamilyState;
 use crate::stats::HostStats;
 use crate::store::Store;
+use headroom::Cap;
 use io::Io;
 use procs::Procs;
 use spin::Spin;
@@ -103,6 +105,10 @@ pub struct LinuxHost {
     /// Children that have not got their parent's table yet.
     unborn: Vec<ProcId>,
     budget_told: u64,
+    /// What cgroups leave of it.
+    cap: Cap,
+    /// What the manager counts as used, at its last turn.
+    used_bytes: u64,
     slots_wanted: bool,
     wake_polled: bool,
     poison_delayed: bool,
@@ -127,6 +133,8 @@ impl LinuxHost {
             mailbox: Arc::clone(&config.mailbox),
             io: Io::new(Arc::clone(&config.store), config.family, Geometry { page_bytes })?,
             budget_told: config.budget_bytes,
+            cap: Cap::NONE,
+            used_bytes: 0,
             config,
             state,
             procs: Procs::new(),
@@ -185,7 +193,8 @@ impl LinuxHost {
     }
 
     /// Says what the family uses now.
-    pub fn report_use(&self, bytes: u64) {
+    pub fn report_use(&mut self, bytes: u64) {
+        self.used_bytes = bytes;
         self.config.room.report(&self.config.share, bytes);
     }
 
@@ -220,6 +229,9 @@ impl LinuxHost {
         if now >= self.next_look {
             self.look_at_lives(now, events);
         }
+        if now >= self.cap.next_look() {
+            self.look_at_cap(now);
+        }
         if self.poison_delayed {
             self.poison_delayed = false;
             for at in 0..self.procs.live().len() {
@@ -251,15 +263,17 @@ impl LinuxHost {
                     }
                 }
                 Token::Exit(proc, generation) => {
-                    if let Some(known) = self.procs.of_generation(proc, generation) {
-                        if let Some(attached) = &mut known.attached {
-                            attached.exited = true;
-                        }
+                    let known = self.procs.of_generation(proc, generation);
+                    let attached = known.and_then(|known| known.attached.as_mut());
+                    if attached.is_some_and(Attached::has_exited) {
                         self.tell_gone(proc, events);
                     }
                 }
                 Token::HelperExit(proc, generation) => {
-                    if let Some(known) = self.procs.of_generation(proc, generation) {
+                    let known = self.procs.of_generation(proc, generation);
+                    if let Some(known) = known
+                        && known.attached.as_mut().is_some_and(Attached::has_helper_exited)
+                    {
                         Self::helper_died(known, events);
                     }
                 }
@@ -270,11 +284,7 @@ impl LinuxHost {
     }
 
     fn read_mail(&mut self, events: &mut Vec<Event>) {
-        let budget = self.config.share.budget();
-        if budget != self.budget_told {
-            self.budget_told = budget;
-            events.push(Event::Budget { bytes: budget });
-        }
+        self.tell_budget();
         if self.slots_wanted {
             self.slots_wanted = false;
             self.want_slots();
@@ -309,6 +319,15 @@ impl LinuxHost {
                     send(&answer, kept);
                 }
             }
+        }
+    }
+
+    /// Tells the manager its budget where that has changed.
+    fn tell_budget(&mut self) {
+        let budget = self.config.share.budget().min(self.cap.bytes());
+        if budget != self.budget_told {
+            self.budget_told = budget;
+            self.outcomes.push(Event::Budget { bytes: budget });
         }
     }
 
@@ -391,6 +410,7 @@ impl Host for LinuxHost {
             if self.needs_looks() {
                 until = until.min(self.next_look);
             }
+            until = until.min(self.cap.next_look());
             let now = self.tick();
             if self.poison_delayed {
                 until = until.min(now.after_ns(POISON_AGAIN_NS));
@@ -441,13 +461,12 @@ impl Host for LinuxHost {
                 }
             }
             Effect::WantRoom { bytes } => {
-                let wish = self.budget_told.saturating_add(bytes);
-                self.config.room.want(&self.config.share, wish);
-                let budget = self.config.share.budget();
-                if budget != self.budget_told {
-                    self.budget_told = budget;
-                    self.outcomes.push(Event::Budget { bytes: budget });
+                // What a cgroup refuses would be of no use.
+                if self.cap.bytes() == u64::MAX {
+                    let wish = self.budget_told.saturating_add(bytes);
+                    self.config.room.want(&self.config.share, wish);
                 }
+                self.tell_budget();
             }
             Effect::Reply { request, reply } => self.reply(request, reply),
             Effect::Release { proc } => self.release(proc),

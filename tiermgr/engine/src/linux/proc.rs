@@ -12,6 +12,7 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::time::Duration;
 use tiermgr_core::units::{Addr, OpId, ProcId, Span};
 use tiermgr_sys::cgroup::MemoryGauge;
 use tiermgr_sys::memory::Pagemap;
@@ -93,6 +94,9 @@ pub(super) struct Attached {
     pub(super) limbo: Span,
     pub(super) ring: RingOwner,
     pub(super) ring_polled: bool,
+    /// Polls of the two pidfds are under way.
+    pub(super) exit_polled: bool,
+    pub(super) helper_exit_polled: bool,
     /// Ordered, and not in the ring yet.
     pub(super) queue: VecDeque<(OpId, Command)>,
     /// In the ring, oldest first.
@@ -103,6 +107,19 @@ pub(super) struct Attached {
 }
 
 impl Attached {
+    /// Whether the program has ended, now that a poll of its pidfd has.
+    pub(super) fn has_exited(&mut self) -> bool {
+        self.exit_polled = false;
+        self.exited |= self.pidfd.as_ref().is_some_and(has_ended);
+        self.exited
+    }
+
+    /// The same for the helper.
+    pub(super) fn has_helper_exited(&mut self) -> bool {
+        self.helper_exit_polled = false;
+        self.helper_pidfd.as_ref().is_some_and(has_ended)
+    }
+
     /// Ends the helper at once. Its commands are answered when its pidfd says that it is dead.
     pub(super) fn kill_helper(&self) {
         if let Some(helper) = &self.helper_pidfd
@@ -111,6 +128,11 @@ impl Attached {
             tracing::error!(%error, helper = self.helper_pid, "ending a helper");
         }
     }
+}
+
+/// A poll may also end because it failed.
+fn has_ended(process: &OwnedFd) -> bool {
+    matches!(pidfd::wait(process.as_fd(), Duration::ZERO), Ok(true))
 }
 
 /// One process of the family.
@@ -195,6 +217,8 @@ impl Proc {
             limbo: new.limbo,
             ring: new.ring,
             ring_polled: false,
+            exit_polled: false,
+            helper_exit_polled: false,
             queue: VecDeque::new(),
             running: VecDeque::new(),
             pagemap,

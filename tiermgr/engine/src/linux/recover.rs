@@ -221,6 +221,8 @@ fn look_at(entry: &ProcEntry, open: &BTreeSet<RawFd>) -> io::Result<Option<Attac
             None => RingOwner::create()?,
         },
         ring_polled: false,
+        exit_polled: false,
+        helper_exit_polled: false,
         queue: VecDeque::new(),
         running: VecDeque::new(),
         pagemap: Pagemap::open(living)?,
