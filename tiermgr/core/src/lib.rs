@@ -14,6 +14,7 @@ pub mod event;
 pub mod limits;
 pub mod manager;
 pub mod page;
+mod ranges;
 pub mod record;
 pub mod slots;
 pub mod stats;

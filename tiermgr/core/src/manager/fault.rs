@@ -229,7 +229,7 @@ impl<R: Records> Manager<R> {
             return;
         };
         let random =
-            space.region_at(at).is_none_or(|region| region.order == super::space::Order::Random);
+            space.region_at(at).is_none_or(|region| region.random.contains(region.extent_of(at)));
         if random {
             return;
         }

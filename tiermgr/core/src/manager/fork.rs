@@ -208,7 +208,7 @@ impl<R: Records> Manager<R> {
             };
             let record = RegionRecord { proc: child.id, first, unarmed_extents: 0, ..source };
             let mut copy = Region::new(record);
-            copy.order = mother.regions[index].order;
+            copy.random.clone_from(&mother.regions[index].random);
             for extent in 0..source.extents {
                 self.copy_extent(&mut mother.regions[index], &mut copy, child.id, extent);
             }

@@ -4,7 +4,7 @@ use super::life::GIVEN_UP;
 use super::limbo::{leave_block, note_stale, settle_block};
 use super::op::{ArmThen, Kind, Op};
 use super::shared::Shared;
-use super::space::{Lease, Order, Region};
+use super::space::{Lease, Region};
 use super::{Manager, PendingDiscard, Proof, refuse, reply};
 use crate::effect::{Command, Effect, Refusal, Reply};
 use crate::event::{Advice, CommandOutcome, Request};
@@ -177,17 +177,22 @@ impl<R: Records> Manager<R> {
         match advice {
             Advice::WillNeed => self.want_ahead(proc, span),
             Advice::Cold => self.make_cold(proc, span),
-            Advice::Sequential | Advice::Cyclic => self.set_order(proc, span, Order::Ascending),
-            Advice::Random => self.set_order(proc, span, Order::Random),
-            Advice::Normal => self.set_order(proc, span, Order::Unknown),
-            // Clean pages keep their slots anyway; nothing is done differently.
+            // Reading in order is found out by looking.
+            Advice::Sequential | Advice::Cyclic | Advice::Normal => {
+                self.set_random(proc, span, false);
+            }
+            Advice::Random => self.set_random(proc, span, true),
+            // Clean pages keep their slots anyway.
             Advice::ReadMostly => {}
         }
     }
 
-    fn set_order(&mut self, proc: ProcId, span: Span, order: Order) {
+    /// An extent of which a part is touched in no order counts as one.
+    fn set_random(&mut self, proc: ProcId, span: Span, is_random: bool) {
         if let Some(region) = self.spaces.get_mut(&proc).and_then(|s| s.region_at_mut(span.start)) {
-            region.order = order;
+            let first = region.extent_of(span.start);
+            let last = region.extent_of(Addr(span.end().0 - 1));
+            region.random.set(first..last + 1, is_random);
         }
     }
 

@@ -1,6 +1,7 @@
 //! The address space of one process, as the manager sees it: regions, chunks, extents, limbo.
 
 use crate::page::PageMask;
+use crate::ranges::Ranges;
 use crate::record::RegionRecord;
 use crate::stream::Streams;
 use crate::units::{
@@ -48,15 +49,6 @@ pub(crate) struct Chunk {
     pub queued: bool,
 }
 
-/// Advice that lasts.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Order {
-    #[default]
-    Unknown,
-    Ascending,
-    Random,
-}
-
 /// How far a closing region has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ending {
@@ -86,7 +78,8 @@ pub(crate) struct Region {
     pub armed_proof: super::Proof,
     /// Answer this once the proof is given.
     pub adding: Option<RequestId>,
-    pub order: Order,
+    /// Extents that are touched in no order.
+    pub random: Ranges,
 }
 
 /// The unarmed part of a region on its way to being armed.
@@ -117,7 +110,7 @@ impl Region {
             arming: None,
             armed_proof: super::Proof::Given,
             adding: None,
-            order: Order::Unknown,
+            random: Ranges::default(),
         }
     }
 
