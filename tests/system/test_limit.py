@@ -30,7 +30,7 @@ def test_peak_within_two_percent_and_16_mib(run_bounded, workload, box, dram_mib
     assert_worked(counters, data_mib, dram_mib)
     assert meter.peaks["samples"] > 100, meter.peaks
     limit = dram_mib * MIB * 102 // 100 + 16 * MIB
-    assert meter.peaks["together_bytes"] <= limit, (meter.peaks, counters)
+    assert meter.peaks["held_bytes"] <= limit, (meter.peaks, counters)
 
 
 def test_everything_fits_a_cgroup_with_the_daemon_inside(run_bounded, workload, folder):
@@ -53,7 +53,6 @@ def test_a_cgroup_smaller_than_the_share_of_dram_is_parked_down_to(workload, fol
         assert client.returncode == 0, complaint
         assert box.oom_kills() == 0
         assert daemon.status()["totals"]["parked_pages"] >= 160 * MIB // PAGE
-        assert "memory cgroup" in daemon.log_text()
 
 
 def test_parent_and_child_of_a_fork_keep_their_own_bytes(run_bounded, workload, box):
@@ -69,7 +68,7 @@ def test_fork_stays_within_the_limit(run_bounded, workload, box, dram_mib, data_
         _, counters = run_bounded([workload, "fork", data_mib], dram_mib, popen=box.popen)
     assert counters["forks"] >= 1, counters
     limit = dram_mib * MIB * 102 // 100 + 16 * MIB
-    assert meter.peaks["together_bytes"] <= limit, (meter.peaks, counters)
+    assert meter.peaks["held_bytes"] <= limit, (meter.peaks, counters)
 
 
 def test_blocks_come_and_go(run_bounded, workload):

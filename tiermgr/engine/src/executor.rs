@@ -570,7 +570,9 @@ fn serve(begin: Begin, ended: &Ended, ready: &SyncSender<Result<(), EngineError>
     answer(ready, Ok(()));
     while !driver.host.is_finished() {
         driver.turn();
-        driver.host.report_use(driver.manager.gauges().used_pages() * ended.page_bytes);
+        let gauges = driver.manager.gauges();
+        let bytes = |pages: u64| pages * ended.page_bytes;
+        driver.host.report_use(bytes(gauges.used_pages()), bytes(gauges.credit_pages));
         answer_stats(&mut driver, ended);
     }
     let stats = family_stats(&driver.manager, ended.page_bytes);

@@ -35,8 +35,9 @@ const LOOK_NS: u64 = 100_000_000;
 /// **Problem.** A family is told of the DRAM that the daemon has, and its cgroup may have less, together
 /// with all that the program uses beside us. Nothing is parked then, and every page that is to come in
 /// waits for one to leave.
-/// **Approach.** A refusal lowers the family's budget to a little less than what it uses; room that shows
-/// later raises it by half of that.
+/// **Approach.** A family begins with no more than its cgroups have room for, since what it touches of
+/// native memory is not ours to refuse. A refusal lowers the budget to a little less than what is used;
+/// room that shows later raises it, to half of that above what is known to be touched.
 /// **Not here.** Which cgroup a page is charged to: that of whoever touches it.
 #[derive(Debug)]
 pub(super) struct Cap {
@@ -52,6 +53,16 @@ impl Cap {
         self.bytes
     }
 
+    /// A process joins whose cgroup has `room`, while `touched_bytes` are known to be there.
+    pub(super) fn joined(&mut self, now: Tick, room: u64, touched_bytes: u64, share_bytes: u64) {
+        let spare = room.saturating_sub(room / 8).saturating_sub(RESERVE_BYTES);
+        let most = touched_bytes.saturating_add(spare);
+        if most < share_bytes.min(self.bytes) {
+            self.bytes = most;
+            self.next_look = now.after_ns(LOOK_NS);
+        }
+    }
+
     /// A cgroup took no more while the family used `used_bytes`. True where there was no cap before.
     pub(super) fn refused(&mut self, now: Tick, used_bytes: u64) -> bool {
         let first = self.bytes == u64::MAX;
@@ -65,20 +76,19 @@ impl Cap {
         if self.bytes == u64::MAX { Tick::NEVER } else { self.next_look }
     }
 
-    /// The cgroups have `room` (`None`: no limit) while the family uses `used_bytes` of its
-    /// `share_bytes`.
+    /// The cgroups have `room` (`None`: no limit) while `touched_bytes` are known to be there.
     pub(super) fn looked(
         &mut self,
         now: Tick,
         room: Option<u64>,
-        used_bytes: u64,
+        touched_bytes: u64,
         share_bytes: u64,
     ) {
         self.next_look = now.after_ns(LOOK_NS);
         match room {
             None => self.bytes = u64::MAX,
             Some(room) if room > WORTH_BYTES => {
-                self.bytes = self.bytes.max(used_bytes.saturating_add(room / 2));
+                self.bytes = self.bytes.max(touched_bytes.saturating_add(room / 2));
                 if self.bytes >= share_bytes {
                     self.bytes = u64::MAX;
                 }
@@ -155,6 +165,10 @@ mod tests {
         assert_eq!(cap.bytes(), 60 * MIB);
         cap.looked(now, Some(40 * MIB), 40 * MIB, 50 * MIB);
         assert_eq!(cap.next_look(), Tick::NEVER, "more than its share needs no cap");
+        cap.joined(now, 1024 * MIB, 0, 500 * MIB);
+        assert_eq!(cap.bytes(), u64::MAX);
+        cap.joined(now, 96 * MIB, 0, 500 * MIB);
+        assert_eq!(cap.bytes(), 80 * MIB);
     }
 
     #[test]

@@ -77,6 +77,11 @@ impl LinuxHost {
         let Some(known) = self.procs.get(id) else { return };
         let Some(attached) = &known.attached else { return };
         events.push(Event::ProcReady { proc: id, limbo: attached.limbo });
+        if let Some(room) = attached.headroom.room() {
+            let share = self.config.share.budget();
+            self.cap.joined(self.tick(), room, self.touched_bytes, share);
+            self.tell_budget();
+        }
         // An end is to be heard of also while faults leave no time to sleep.
         self.arm_polls();
         self.io.submit();

@@ -286,7 +286,7 @@ impl LinuxHost {
     pub(super) fn look_at_cap(&mut self, now: Tick) {
         let rooms = self.procs.iter().filter_map(|known| known.attached.as_ref());
         let room = rooms.filter_map(|attached| attached.headroom.room()).min();
-        self.cap.looked(now, room, self.used_bytes, self.config.share.budget());
+        self.cap.looked(now, room, self.touched_bytes, self.config.share.budget());
         self.tell_budget();
     }
 }

@@ -109,6 +109,8 @@ pub struct LinuxHost {
     cap: Cap,
     /// What the manager counts as used, at its last turn.
     used_bytes: u64,
+    /// The part of it that is known to have been touched.
+    touched_bytes: u64,
     slots_wanted: bool,
     wake_polled: bool,
     poison_delayed: bool,
@@ -135,6 +137,7 @@ impl LinuxHost {
             budget_told: config.budget_bytes,
             cap: Cap::NONE,
             used_bytes: 0,
+            touched_bytes: 0,
             config,
             state,
             procs: Procs::new(),
@@ -192,9 +195,10 @@ impl LinuxHost {
         HostStats { store_retries: self.io.retries, ..self.stats }
     }
 
-    /// Says what the family uses now.
-    pub fn report_use(&mut self, bytes: u64) {
+    /// Says what the family uses now, and how much of that is native memory which may be touched yet.
+    pub fn report_use(&mut self, bytes: u64, credit_bytes: u64) {
         self.used_bytes = bytes;
+        self.touched_bytes = bytes.saturating_sub(credit_bytes);
         self.config.room.report(&self.config.share, bytes);
     }
 
