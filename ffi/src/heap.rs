@@ -170,14 +170,15 @@ impl Heap {
                 Err(error) => return Err(error),
             }
         };
-        let index = {
-            let mut arenas = self.arenas.enter().ok_or_else(inside)?;
-            arenas.add(start, wanted).map_err(|error| Error::system("adding an arena", &error))?;
-            arenas.count() - 1
-        };
+        let mut arenas = self.arenas.enter().ok_or_else(inside)?;
+        let index = arenas.count();
+        arenas.add(start, wanted).map_err(|error| Error::system("adding an arena", &error))?;
+        // While the lock is held: whoever gets a block of this arena must find it to be ours when it
+        // frees it a moment later.
         self.bounds[index].start.store(start, Ordering::Relaxed);
         self.bounds[index].end.store(start + wanted, Ordering::Relaxed);
         self.bounds_len.store(index + 1, Ordering::Release);
+        drop(arenas);
         *next = (wanted * 2).clamp(ARENA_BYTES_MIN, ARENA_BYTES_MAX);
         Ok(())
     }
@@ -302,20 +303,46 @@ mod tests {
         assert_eq!(zero, Allocated { address: a.address, is_zero: true });
     }
 
+    struct Shared(std::sync::Mutex<usize>);
+
+    impl Source for Shared {
+        fn add_arena(&self, bytes: usize) -> Result<usize> {
+            let mut next = self.0.lock().expect("not poisoned");
+            let start = *next;
+            *next += bytes + CHUNK;
+            Ok(start)
+        }
+
+        fn discard(&self, _address: usize, _bytes: usize) -> bool {
+            true
+        }
+    }
+
+    /// Two threads wait for a block without making an arena themselves, one of them asleep most of the
+    /// time, so that the maker wakes it up just when the arena can be used.
+    #[test]
+    fn a_block_is_known_to_be_ours_as_soon_as_it_can_be_had() {
+        for _ in 0..3000 {
+            let (heap, source) = (Heap::new(), Shared(std::sync::Mutex::new(1 << 40)));
+            std::thread::scope(|scope| {
+                for _ in 0..3 {
+                    scope.spawn(|| {
+                        let block = loop {
+                            let mut arenas = heap.arenas.enter().expect("not inside");
+                            if let Some(block) = arenas.allocate(1 << 20, 1) {
+                                break block;
+                            }
+                        };
+                        assert!(heap.owns(block.address), "whose is {:#x}?", block.address);
+                    });
+                }
+                heap.allocate(&source, 1 << 20, 1).expect("room");
+            });
+        }
+    }
+
     #[test]
     fn many_threads_share_one_heap() {
-        struct Shared(std::sync::Mutex<usize>);
-        impl Source for Shared {
-            fn add_arena(&self, bytes: usize) -> Result<usize> {
-                let mut next = self.0.lock().expect("not poisoned");
-                let start = *next;
-                *next += bytes + CHUNK;
-                Ok(start)
-            }
-            fn discard(&self, _address: usize, _bytes: usize) -> bool {
-                true
-            }
-        }
         let (heap, source) = (Heap::new(), Shared(std::sync::Mutex::new(1 << 40)));
         std::thread::scope(|scope| {
             for thread in 0..4_usize {
