@@ -8,9 +8,14 @@
 //! tile `[0, top)`; pages from `top` up were never used. Free blocks come in two kinds that are never
 //! merged with each other: *dirty* ones hold old bytes, *clean* ones read as zeros.
 //!
+//! A discard whose outcome nobody knows may still happen. Its block is then neither dirty nor clean but
+//! *doubtful*: nobody gets it until a later discard of the same pages was confirmed. Doubtful blocks are
+//! linked through their own tags, so that any number of them needs no memory.
+//!
 //! Invariants, checked by `Arena::check` in tests:
 //! - sum of the lengths of all blocks == `top`; a page is the first of a block exactly if its state is not `INSIDE`;
 //! - a free block is in exactly one bin, that of its kind and length; a dirty one also in the age list;
+//! - a doubtful block is in the list of those, and in no bin; `held` counts the blocks in a caller's hands;
 //! - two neighbours are never both dirty or both clean, and no clean block ends at `top`.
 
 use crate::space::{Table, ZeroIsValid};
@@ -29,8 +34,10 @@ const INSIDE: State = 0;
 const USED: State = 1;
 const DIRTY: State = 2;
 const CLEAN: State = 3;
-/// Taken out to be discarded.
+/// Taken out to be discarded, in a caller's hands.
 const BUSY: State = 4;
+/// Waits for a discard to be confirmed.
+const DOUBTFUL: State = 5;
 
 /// A kind of free block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,6 +62,15 @@ impl Kind {
             Self::Clean => BINS,
         }
     }
+}
+
+/// What a block taken out becomes again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fate {
+    /// Free, of this kind.
+    Free(Kind),
+    /// Nobody's, until a discard of it is confirmed.
+    Doubtful,
 }
 
 /// Links hold page number + 1, so that zero means "none".
@@ -94,10 +110,21 @@ pub struct Arena {
     bins: Table<u32>,
     /// Which bins hold something.
     filled: [[u64; 4]; 2],
+    /// Of dirty blocks and of doubtful ones.
+    ages: [Ages; 2],
+    dirty_pages: u32,
+    held: u32,
+}
+
+/// Both ends of a list of blocks in the order in which they came to it.
+#[derive(Clone, Copy, Debug)]
+struct Ages {
     oldest: u32,
     newest: u32,
-    dirty_pages: u32,
 }
+
+const OF_DIRTY: usize = 0;
+const OF_DOUBTFUL: usize = 1;
 
 fn bin_of(pages: u32) -> usize {
     let log = pages.max(1).ilog2();
@@ -127,9 +154,9 @@ impl Arena {
             tags: Table::zeroed(capacity as usize)?,
             bins: Table::zeroed(2 * BINS)?,
             filled: [[0; 4]; 2],
-            oldest: 0,
-            newest: 0,
+            ages: [Ages { oldest: 0, newest: 0 }; 2],
             dirty_pages: 0,
+            held: 0,
         })
     }
 
@@ -189,24 +216,69 @@ impl Arena {
         Some(block)
     }
 
-    /// Frees a live block: it becomes dirty.
-    pub fn free(&mut self, block: Block) {
-        self.put(block, Kind::Dirty);
+    /// Frees a live block.
+    pub fn free(&mut self, block: Block, fate: Fate) {
+        match fate {
+            Fate::Free(kind) => self.put(block, kind),
+            Fate::Doubtful => {
+                self.write(block, DOUBTFUL);
+                self.link(OF_DOUBTFUL, block.first);
+            }
+        }
     }
 
     /// Takes the dirty block that was freed longest ago. It belongs to the caller until
     /// [`Self::give_back`].
     pub fn take_oldest_dirty(&mut self) -> Option<Block> {
-        let first = self.oldest.checked_sub(1)?;
-        let block = Block { first, pages: self.tag(first).pages };
+        let first = self.ages[OF_DIRTY].oldest.checked_sub(1)?;
         self.remove(first);
-        self.write(block, BUSY);
-        Some(block)
+        Some(self.hold(first))
     }
 
-    /// Gives back what [`Self::take_oldest_dirty`] took.
-    pub fn give_back(&mut self, block: Block, kind: Kind) {
-        self.put(block, kind);
+    /// Takes the block that has been doubtful longest. It belongs to the caller until
+    /// [`Self::give_back`].
+    pub fn take_oldest_doubtful(&mut self) -> Option<Block> {
+        let first = self.ages[OF_DOUBTFUL].oldest.checked_sub(1)?;
+        self.unlink(OF_DOUBTFUL, first);
+        Some(self.hold(first))
+    }
+
+    /// Gives back what [`Self::take_oldest_dirty`] or [`Self::take_oldest_doubtful`] took; false if
+    /// [`Self::forget_discards`] has done so already.
+    pub fn give_back(&mut self, block: Block, fate: Fate) -> bool {
+        let tag = self.tag(block.first);
+        if tag.state != BUSY || tag.pages != block.pages {
+            return false;
+        }
+        self.held -= 1;
+        self.free(block, fate);
+        true
+    }
+
+    /// In a forked child, for which nobody has ordered anything yet: what a discard of the parent's
+    /// was on its way to is dirty here.
+    pub fn forget_discards(&mut self) {
+        while let Some(block) = self.take_oldest_doubtful() {
+            self.give_back(block, Fate::Free(Kind::Dirty));
+        }
+        // Held by threads that the child does not have. Rare, and then one or two.
+        let mut page = 0;
+        while self.held > 0 && page < self.top {
+            let Tag { pages, state, .. } = *self.tag(page);
+            if state == BUSY {
+                self.give_back(Block { first: page, pages }, Fate::Free(Kind::Dirty));
+                page = 0;
+            } else {
+                page += pages;
+            }
+        }
+    }
+
+    fn hold(&mut self, first: u32) -> Block {
+        let block = Block { first, pages: self.tag(first).pages };
+        self.write(block, BUSY);
+        self.held += 1;
+        block
     }
 
     /// Makes a live block `pages` long, if its neighbours are free.
@@ -244,7 +316,7 @@ impl Arena {
         let rest = Block { first: block.first + pages, pages: block.pages - pages };
         self.write(Block { first: block.first, pages }, USED);
         self.write(rest, USED);
-        self.free(rest);
+        self.free(rest, Fate::Free(Kind::Dirty));
     }
 
     /// Merges a block with its neighbours of the same kind and files it.
@@ -338,21 +410,14 @@ impl Arena {
         let head = self.bins[slot];
         self.bins[slot] = link;
         self.filled[usize::from(kind == Kind::Clean)][bin / 64] |= 1 << (bin % 64);
-        let newest = self.newest;
         let tag = self.tag_mut(block.first);
         tag.next = head;
         tag.prev = 0;
-        tag.older = newest;
-        tag.newer = 0;
         if let Some(head) = head.checked_sub(1) {
             self.tag_mut(head).prev = link;
         }
         if kind == Kind::Dirty {
-            match newest.checked_sub(1) {
-                Some(newest) => self.tag_mut(newest).newer = link,
-                None => self.oldest = link,
-            }
-            self.newest = link;
+            self.link(OF_DIRTY, block.first);
             self.dirty_pages += block.pages;
         }
     }
@@ -375,15 +440,33 @@ impl Arena {
             self.tag_mut(next).prev = tag.prev;
         }
         if kind == Kind::Dirty {
-            match tag.older.checked_sub(1) {
-                Some(older) => self.tag_mut(older).newer = tag.newer,
-                None => self.oldest = tag.newer,
-            }
-            match tag.newer.checked_sub(1) {
-                Some(newer) => self.tag_mut(newer).older = tag.older,
-                None => self.newest = tag.older,
-            }
+            self.unlink(OF_DIRTY, first);
             self.dirty_pages -= tag.pages;
+        }
+    }
+
+    /// Puts a block at the young end of a list.
+    fn link(&mut self, list: usize, first: u32) {
+        let link = first + 1;
+        let newest = std::mem::replace(&mut self.ages[list].newest, link);
+        let tag = self.tag_mut(first);
+        tag.older = newest;
+        tag.newer = 0;
+        match newest.checked_sub(1) {
+            Some(newest) => self.tag_mut(newest).newer = link,
+            None => self.ages[list].oldest = link,
+        }
+    }
+
+    fn unlink(&mut self, list: usize, first: u32) {
+        let Tag { older, newer, .. } = *self.tag(first);
+        match older.checked_sub(1) {
+            Some(older) => self.tag_mut(older).newer = newer,
+            None => self.ages[list].oldest = newer,
+        }
+        match newer.checked_sub(1) {
+            Some(newer) => self.tag_mut(newer).older = older,
+            None => self.ages[list].newest = older,
         }
     }
 
@@ -401,6 +484,7 @@ impl Arena {
     /// Panics where an invariant of the module does not hold.
     pub(crate) fn check(&self) {
         let (mut page, mut dirty, mut free_blocks) = (0, 0, 0);
+        let (mut held, mut doubtful) = (0, Vec::new());
         let mut before = INSIDE;
         while page < self.top {
             let tag = *self.tag(page);
@@ -418,12 +502,27 @@ impl Arena {
                 dirty += tag.pages;
             }
             free_blocks += u32::from(tag.state == DIRTY || tag.state == CLEAN);
+            held += u32::from(tag.state == BUSY);
+            if tag.state == DOUBTFUL {
+                doubtful.push(page);
+            }
             before = tag.state;
             page += tag.pages;
         }
         assert_ne!(before, CLEAN, "a clean block ends at top");
         assert_eq!(page, self.top);
         assert_eq!(dirty, self.dirty_pages);
+        assert_eq!(held, self.held);
+        let mut link = self.ages[OF_DOUBTFUL].oldest;
+        let mut listed = Vec::new();
+        while let Some(first) = link.checked_sub(1) {
+            assert_eq!(self.tag(first).older.checked_sub(1), listed.last().copied());
+            listed.push(first);
+            link = self.tag(first).newer;
+        }
+        assert_eq!(self.ages[OF_DOUBTFUL].newest.checked_sub(1), listed.last().copied());
+        listed.sort_unstable();
+        assert_eq!(listed, doubtful, "each doubtful block is in their list");
         for kind in [Kind::Dirty, Kind::Clean] {
             for bin in 0..BINS {
                 let mut link = self.bins[kind.bin_base() + bin];
@@ -446,6 +545,8 @@ impl Arena {
 mod tests {
     use super::*;
 
+    const DIRTIED: Fate = Fate::Free(Kind::Dirty);
+
     fn arena(pages: usize) -> Arena {
         Arena::new(2 << 20, pages * 4096, 4096).expect("tables")
     }
@@ -465,10 +566,10 @@ mod tests {
     fn freed_neighbours_become_one_block_again() {
         let mut arena = arena(100);
         let blocks: Vec<_> = (0..3).map(|_| arena.take_fresh(10, 1).expect("room")).collect();
-        arena.free(blocks[0]);
-        arena.free(blocks[2]);
+        arena.free(blocks[0], DIRTIED);
+        arena.free(blocks[2], DIRTIED);
         arena.check();
-        arena.free(blocks[1]);
+        arena.free(blocks[1], DIRTIED);
         arena.check();
         assert_eq!(arena.take(Kind::Dirty, 30, 1), Some(Block { first: 0, pages: 30 }));
         arena.check();
@@ -479,10 +580,10 @@ mod tests {
         let mut arena = arena(100);
         let block = arena.take_fresh(100, 1).expect("room");
         assert_eq!(arena.take_fresh(1, 1), None);
-        arena.free(block);
+        arena.free(block, DIRTIED);
         let dirty = arena.take_oldest_dirty().expect("dirty");
         arena.check();
-        arena.give_back(dirty, Kind::Clean);
+        assert!(arena.give_back(dirty, Fate::Free(Kind::Clean)));
         arena.check();
         assert_eq!(arena.take_fresh(100, 1), Some(block));
     }
@@ -504,7 +605,7 @@ mod tests {
         let first = arena.take_fresh(10, 1).expect("room");
         let second = arena.take_fresh(10, 1).expect("room");
         assert!(!arena.grow(first, 11));
-        arena.free(second);
+        arena.free(second, DIRTIED);
         assert!(arena.grow(first, 15));
         arena.check();
         assert!(arena.grow(Block { first: 0, pages: 15 }, 100));
@@ -524,10 +625,52 @@ mod tests {
         assert_eq!(arena.live_block(address), Some(b));
         assert_eq!(arena.live_block(address + 4096), None);
         assert_eq!(arena.live_block(address + 1), None);
-        arena.free(b);
+        arena.free(b, DIRTIED);
         assert_eq!(arena.live_block(address), None);
-        arena.free(a);
+        arena.free(a, DIRTIED);
         assert_eq!(arena.take(Kind::Dirty, 20, 1), Some(Block { first: 0, pages: 20 }));
         assert_eq!(arena.live_block(address), None, "stale state inside a merged block");
+    }
+
+    #[test]
+    fn a_doubtful_block_is_nobodys_until_it_is_confirmed() {
+        let mut arena = arena(100);
+        let blocks: Vec<_> = (0..4).map(|_| arena.take_fresh(25, 1).expect("room")).collect();
+        arena.free(blocks[0], DIRTIED);
+        let taken = arena.take_oldest_dirty().expect("dirty");
+        assert!(arena.give_back(taken, Fate::Doubtful));
+        arena.free(blocks[1], Fate::Doubtful);
+        arena.check();
+        for kind in [Kind::Dirty, Kind::Clean] {
+            assert_eq!(arena.take(kind, 1, 1), None);
+        }
+        assert_eq!(arena.take_oldest_dirty(), None);
+        arena.free(blocks[2], DIRTIED);
+        arena.check();
+        assert_eq!(arena.take(Kind::Dirty, 26, 1), None, "merged with a doubtful neighbour");
+        assert_eq!(arena.live_block(arena.address(blocks[0].first)), None);
+
+        let first = arena.take_oldest_doubtful().expect("two of them");
+        assert_eq!(first, blocks[0], "the oldest first");
+        arena.check();
+        assert!(arena.give_back(first, Fate::Free(Kind::Clean)));
+        assert!(!arena.give_back(first, DIRTIED), "given back twice");
+        arena.check();
+        assert_eq!(arena.take(Kind::Clean, 25, 1), Some(first));
+    }
+
+    #[test]
+    fn a_forked_child_owes_no_discards() {
+        let mut arena = arena(100);
+        let blocks: Vec<_> = (0..4).map(|_| arena.take_fresh(20, 1).expect("room")).collect();
+        arena.free(blocks[0], DIRTIED);
+        arena.free(blocks[2], DIRTIED);
+        let held = arena.take_oldest_dirty().expect("dirty");
+        arena.free(blocks[1], Fate::Doubtful);
+        arena.forget_discards();
+        arena.check();
+        assert!(!arena.give_back(held, DIRTIED), "a thread that the child does not have");
+        assert_eq!(arena.take(Kind::Dirty, 60, 1), Some(Block { first: 0, pages: 60 }));
+        arena.check();
     }
 }

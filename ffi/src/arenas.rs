@@ -1,7 +1,8 @@
 //! The arenas of a client together: where a block comes from, and how much freed memory is kept.
 
-use crate::arena::{Arena, Block, Kind};
+use crate::arena::{Arena, Block, Fate, Kind};
 use std::io;
+use std::ops::Range;
 use tiermgr_core::units::low_u32;
 
 /// Arenas of one client. They double in size, so the address space ends first.
@@ -12,6 +13,8 @@ const DIRTY_BYTES_MIN: usize = 64 << 20;
 const DIRTY_BYTES_MAX: usize = 256 << 20;
 /// Blocks from here up begin on a huge page.
 const HUGE_BYTES: usize = 2 << 20;
+/// Ranges in doubt that are told apart; see [`Arenas::doubt`].
+const DOUBTS_MAX: usize = 8;
 /// The end of a block is given back by `realloc` from here up.
 const SHRINK_BYTES_MIN: usize = 64 << 10;
 
@@ -24,15 +27,36 @@ pub struct Allocated {
     pub is_zero: bool,
 }
 
+/// What is known of a range that the daemon was told to forget.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Discarded {
+    /// It reads as zeros, and nothing is on its way to it.
+    Done,
+    /// Nothing is on its way to it; it may hold old bytes.
+    Refused,
+    /// It may still happen: whoever wrote there now could find zeros later.
+    Unknown,
+}
+
 /// Free memory that the daemon is to forget; in nobody's hands but the taker's.
 #[derive(Debug)]
 pub struct Excess {
     arena: usize,
     block: Block,
+    /// An earlier discard of it may still happen.
+    is_doubtful: bool,
     /// First byte.
     pub address: usize,
     /// Length.
     pub bytes: usize,
+}
+
+impl Excess {
+    /// Whether it came from [`Arenas::take_doubtful`].
+    #[must_use]
+    pub const fn is_doubtful(&self) -> bool {
+        self.is_doubtful
+    }
 }
 
 /// The address is not that of a live block.
@@ -47,6 +71,8 @@ pub struct Arenas {
     count: usize,
     live_pages: usize,
     dirty_pages: usize,
+    /// Ranges of live blocks that a discard may still reach. Empty ones are unused.
+    doubts: [Range<usize>; DOUBTS_MAX],
 }
 
 impl Arenas {
@@ -59,6 +85,7 @@ impl Arenas {
             count: 0,
             live_pages: 0,
             dirty_pages: 0,
+            doubts: [const { 0..0 }; DOUBTS_MAX],
         }
     }
 
@@ -129,12 +156,63 @@ impl Arenas {
     /// [`NotLive`].
     pub fn free(&mut self, address: usize) -> Result<(), NotLive> {
         let (index, block) = self.find(address)?;
+        let fate = self.fate_of(address, block.pages);
         if let Some(arena) = &mut self.list[index] {
-            arena.free(block);
+            arena.free(block, fate);
         }
-        self.live_pages -= block.pages as usize;
-        self.dirty_pages += block.pages as usize;
+        self.count_freed(block.pages, fate);
         Ok(())
+    }
+
+    /// What becomes of pages that the program gives up.
+    fn fate_of(&self, address: usize, pages: u32) -> Fate {
+        let end = address + pages as usize * self.page_bytes;
+        let in_doubt = self.doubts.iter().any(|doubt| doubt.start < end && address < doubt.end);
+        if in_doubt { Fate::Doubtful } else { Fate::Free(Kind::Dirty) }
+    }
+
+    fn count_freed(&mut self, pages: u32, fate: Fate) {
+        self.live_pages -= pages as usize;
+        if fate == Fate::Free(Kind::Dirty) {
+            self.dirty_pages += pages as usize;
+        }
+    }
+
+    /// A discard of this range of live blocks may still happen, at any time. The program that asked for
+    /// it knows; the next owner of the pages would not: once freed they are discarded again, and nobody
+    /// gets them before that is confirmed.
+    ///
+    /// Ranges are few; of more than eight the last ones are taken for one that spans them. A block too
+    /// many that is called doubtful costs a message.
+    pub fn doubt(&mut self, start: usize, bytes: usize) {
+        let range = start..start + bytes;
+        let same_or_none = |doubt: &&mut Range<usize>| doubt.start == doubt.end || **doubt == range;
+        match self.doubts.iter_mut().find(same_or_none) {
+            Some(unused) => *unused = range,
+            None => {
+                let last = &mut self.doubts[DOUBTS_MAX - 1];
+                *last = last.start.min(range.start)..last.end.max(range.end);
+            }
+        }
+    }
+
+    /// A discard of this range was confirmed: none that was sent before it is on its way any more.
+    pub fn settle(&mut self, start: usize, bytes: usize) {
+        for doubt in &mut self.doubts {
+            if start <= doubt.start && doubt.end <= start + bytes {
+                *doubt = 0..0;
+            }
+        }
+    }
+
+    /// In a forked child: see [`Arena::forget_discards`].
+    pub fn forget_discards(&mut self) {
+        self.doubts = [const { 0..0 }; DOUBTS_MAX];
+        for arena in self.list.iter_mut().flatten() {
+            let dirty_before = arena.dirty_pages();
+            arena.forget_discards();
+            self.dirty_pages += (arena.dirty_pages() - dirty_before) as usize;
+        }
     }
 
     /// Length of the block at `address`, which is what the caller of `malloc` may use.
@@ -152,16 +230,19 @@ impl Arenas {
     pub fn resize(&mut self, address: usize, bytes: usize) -> Result<bool, NotLive> {
         let (index, block) = self.find(address)?;
         let Some(pages) = self.pages_of(bytes) else { return Ok(false) };
-        let Some(arena) = &mut self.list[index] else { return Ok(false) };
         if pages <= block.pages {
-            let rest = (block.pages - pages) as usize;
-            if rest * self.page_bytes >= SHRINK_BYTES_MIN {
+            let rest = block.pages - pages;
+            // A part in doubt stays with the whole: what confirms a discard is one of all its pages.
+            if rest as usize * self.page_bytes >= SHRINK_BYTES_MIN
+                && self.fate_of(address, block.pages) != Fate::Doubtful
+                && let Some(arena) = &mut self.list[index]
+            {
                 arena.shrink(block, pages);
-                self.live_pages -= rest;
-                self.dirty_pages += rest;
+                self.count_freed(rest, Fate::Free(Kind::Dirty));
             }
             return Ok(true);
         }
+        let Some(arena) = &mut self.list[index] else { return Ok(false) };
         let dirty_before = arena.dirty_pages();
         let grown = arena.grow(block, pages);
         if grown {
@@ -180,25 +261,42 @@ impl Arenas {
         }
         let index = (0..self.count)
             .max_by_key(|&index| self.list[index].as_ref().map_or(0, Arena::dirty_pages))?;
-        let arena = self.list[index].as_mut()?;
-        let block = arena.take_oldest_dirty()?;
+        let block = self.list[index].as_mut()?.take_oldest_dirty()?;
         self.dirty_pages -= block.pages as usize;
-        Some(Excess {
-            arena: index,
-            block,
-            address: arena.address(block.first),
-            bytes: block.pages as usize * self.page_bytes,
-        })
+        self.excess(index, block, false)
     }
 
-    /// Takes back what [`Self::take_excess`] gave: clean where the daemon confirmed, dirty where not.
-    pub fn give_back(&mut self, excess: &Excess, is_zero: bool) {
-        let kind = if is_zero { Kind::Clean } else { Kind::Dirty };
-        if let Some(Some(arena)) = self.list.get_mut(excess.arena) {
-            arena.give_back(excess.block, kind);
-            if !is_zero {
-                self.dirty_pages += excess.block.pages as usize;
-            }
+    /// Takes a freed block that an earlier discard may still reach, to be discarded again.
+    pub fn take_doubtful(&mut self) -> Option<Excess> {
+        let (index, block) =
+            self.list.iter_mut().flatten().enumerate().find_map(|(index, arena)| {
+                arena.take_oldest_doubtful().map(|block| (index, block))
+            })?;
+        self.excess(index, block, true)
+    }
+
+    fn excess(&self, arena: usize, block: Block, is_doubtful: bool) -> Option<Excess> {
+        let address = self.list[arena].as_ref()?.address(block.first);
+        let bytes = block.pages as usize * self.page_bytes;
+        Some(Excess { arena, block, is_doubtful, address, bytes })
+    }
+
+    /// Takes back what [`Self::take_excess`] or [`Self::take_doubtful`] gave.
+    pub fn give_back(&mut self, excess: &Excess, outcome: Discarded) {
+        let fate = match outcome {
+            Discarded::Done => Fate::Free(Kind::Clean),
+            // That this discard was refused says nothing of the one before it.
+            Discarded::Refused if !excess.is_doubtful => Fate::Free(Kind::Dirty),
+            Discarded::Refused | Discarded::Unknown => Fate::Doubtful,
+        };
+        if fate == Fate::Free(Kind::Clean) {
+            self.settle(excess.address, excess.bytes);
+        }
+        if let Some(Some(arena)) = self.list.get_mut(excess.arena)
+            && arena.give_back(excess.block, fate)
+            && fate == Fate::Free(Kind::Dirty)
+        {
+            self.dirty_pages += excess.block.pages as usize;
         }
     }
 
@@ -259,6 +357,7 @@ mod tests {
         arenas.add(1 << 30, 64 << 20).expect("tables");
         arenas.add(3 << 30, 512 << 20).expect("tables");
         let mut model = BTreeMap::new();
+        let mut doubtful = BTreeMap::new();
         let mut held: Vec<Excess> = Vec::new();
         for step in 0..3000 {
             match chance.below(10) {
@@ -270,6 +369,7 @@ mod tests {
                         let bytes = bytes.next_multiple_of(PAGE);
                         assert!(new.address.is_multiple_of(align));
                         assert_free(&model, new.address, bytes);
+                        assert_free(&doubtful, new.address, bytes);
                         assert_eq!(arenas.usable_bytes(new.address), Ok(bytes));
                         model.insert(new.address, bytes);
                     }
@@ -291,6 +391,7 @@ mod tests {
                             assert!(now >= bytes);
                             model.remove(&address);
                             assert_free(&model, address, now);
+                            assert_free(&doubtful, address, now);
                             model.insert(address, now);
                         }
                     }
@@ -298,9 +399,22 @@ mod tests {
                 _ => {
                     if held.len() > chance.below(4) {
                         let excess = held.swap_remove(chance.below(held.len()));
-                        arenas.give_back(&excess, chance.below(4) > 0);
-                    } else {
+                        let outcome = match chance.below(6) {
+                            0 => Discarded::Refused,
+                            1 => Discarded::Unknown,
+                            _ => Discarded::Done,
+                        };
+                        arenas.give_back(&excess, outcome);
+                        let pages = excess.address..excess.address + excess.bytes;
+                        if outcome == Discarded::Unknown {
+                            doubtful.insert(excess.address, excess.bytes);
+                        } else if outcome == Discarded::Done {
+                            doubtful.retain(|address, _| !pages.contains(address));
+                        }
+                    } else if chance.below(2) == 0 {
                         held.extend(arenas.take_excess());
+                    } else {
+                        held.extend(arenas.take_doubtful());
                     }
                     for excess in &held {
                         assert_free(&model, excess.address, excess.bytes);
@@ -312,7 +426,7 @@ mod tests {
             }
         }
         for excess in held {
-            arenas.give_back(&excess, true);
+            arenas.give_back(&excess, Discarded::Done);
         }
         for address in std::mem::take(&mut model).into_keys() {
             arenas.free(address).expect("live");
@@ -340,7 +454,7 @@ mod tests {
         let excess = arenas.take_excess().expect("80 MiB are more than 64 MiB");
         assert_eq!((excess.address, excess.bytes), (blocks[0], 40 << 20));
         assert!(arenas.take_excess().is_none());
-        arenas.give_back(&excess, true);
+        arenas.give_back(&excess, Discarded::Done);
 
         let dirty = arenas.allocate(40 << 20, PAGE).expect("room");
         assert_eq!(dirty, Allocated { address: blocks[2], is_zero: false });
@@ -356,5 +470,69 @@ mod tests {
         assert_eq!(arenas.allocate((2 << 20) + 1, PAGE), None);
         assert_eq!(arenas.allocate(usize::MAX, PAGE), None);
         assert!(arenas.allocate(2 << 20, PAGE).is_some());
+    }
+
+    #[test]
+    fn what_a_discard_may_still_reach_is_not_given_out() {
+        let mut arenas = Arenas::new(PAGE);
+        arenas.add(1 << 30, 8 << 20).expect("tables");
+        let block = arenas.allocate(4 << 20, PAGE).expect("room").address;
+        let beside = arenas.allocate(4 << 20, PAGE).expect("room").address;
+        arenas.doubt(block + PAGE, PAGE);
+        assert_eq!(arenas.resize(block, 1 << 20), Ok(true));
+        assert_eq!(arenas.usable_bytes(block), Ok(4 << 20), "its end stays with it");
+        arenas.free(block).expect("live");
+        for outcome in [Discarded::Unknown, Discarded::Refused] {
+            assert_eq!(arenas.allocate(PAGE, PAGE), None, "before {outcome:?}");
+            let piece = arenas.take_doubtful().expect("the block");
+            assert_eq!((piece.address, piece.bytes, piece.is_doubtful()), (block, 4 << 20, true));
+            arenas.give_back(&piece, outcome);
+        }
+        assert_eq!(arenas.resize(beside, 5 << 20), Ok(false));
+        assert_eq!(arenas.allocate(PAGE, PAGE), None);
+        let piece = arenas.take_doubtful().expect("the block");
+        arenas.give_back(&piece, Discarded::Done);
+        let again = arenas.allocate(4 << 20, PAGE);
+        assert_eq!(again, Some(Allocated { address: block, is_zero: true }));
+        arenas.free(block).expect("live");
+        assert!(arenas.take_doubtful().is_none(), "the doubt is settled");
+    }
+
+    #[test]
+    fn a_child_starts_without_doubts() {
+        let mut arenas = Arenas::new(PAGE);
+        arenas.add(1 << 30, 128 << 20).expect("tables");
+        let [first, second] =
+            [80 << 20, 48 << 20].map(|bytes| arenas.allocate(bytes, PAGE).expect("room").address);
+        arenas.doubt(second, PAGE);
+        arenas.free(first).expect("live");
+        let held = arenas.take_excess().expect("80 MiB are more than 64 MiB");
+        arenas.free(second).expect("live");
+        arenas.forget_discards();
+        check(&arenas, &BTreeMap::new());
+        arenas.give_back(&held, Discarded::Refused);
+        check(&arenas, &BTreeMap::new());
+        let all = arenas.allocate(128 << 20, PAGE);
+        assert_eq!(all, Some(Allocated { address: first, is_zero: false }));
+    }
+
+    #[test]
+    fn doubts_are_few_and_none_is_forgotten() {
+        let mut arenas = Arenas::new(PAGE);
+        arenas.add(1 << 30, 1 << 30).expect("tables");
+        let blocks: Vec<_> = (0..3 * DOUBTS_MAX)
+            .map(|_| arenas.allocate(1 << 20, PAGE).expect("room").address)
+            .collect();
+        for block in &blocks {
+            arenas.doubt(*block, PAGE);
+            arenas.doubt(*block, PAGE);
+        }
+        for block in &blocks {
+            arenas.free(*block).expect("live");
+        }
+        let mut found: Vec<_> =
+            std::iter::from_fn(|| arenas.take_doubtful().map(|piece| piece.address)).collect();
+        found.sort_unstable();
+        assert_eq!(found, blocks);
     }
 }

@@ -2,8 +2,8 @@
 
 use crate::arenas::{Allocated, NotLive};
 use crate::fork;
-use crate::heap::{Heap, Source};
-use crate::link::{Config, Link, Patience};
+use crate::heap::{Discarded, Heap, Source};
+use crate::link::{Config, Failed, Link, Patience};
 use crate::lock::{Entered, Guarded};
 use crate::space::{CHUNK, Reserved};
 use crate::status::{Error, Result, Status};
@@ -19,6 +19,8 @@ pub struct Region {
     range: Reserved,
     number: u32,
     client: *const Client,
+    /// The daemon was told to drop it and did not answer: it may be gone there, or going.
+    drop_unanswered: bool,
 }
 
 // SAFETY: the pointer is only handed out; whoever follows it answers for it.
@@ -65,7 +67,14 @@ struct Connected {
     /// Boxed, since handles point to them.
     #[expect(clippy::vec_box, reason = "C programs hold the addresses of the elements")]
     regions: Vec<Box<Region>>,
+    /// Ranges that the daemon was told to manage and did not answer. It may still arm them: whatever the
+    /// program had there next would be moved out. So they stay reserved, and are first to be asked for
+    /// again.
+    unanswered: Vec<Reserved>,
 }
+
+/// More than these stay reserved for good. They are address space only.
+const UNANSWERED_MAX: usize = 16;
 
 /// One connection with all that hangs on it.
 #[derive(Debug)]
@@ -87,7 +96,11 @@ impl Client {
         let link = Link::connect(config)?;
         let class = link.class();
         let client = Box::new(Self {
-            connected: Guarded::new(Connected { link, regions: Vec::new() }),
+            connected: Guarded::new(Connected {
+                link,
+                regions: Vec::new(),
+                unanswered: Vec::new(),
+            }),
             heap: Heap::new(),
             class,
             held: AtomicU8::new(0),
@@ -104,13 +117,13 @@ impl Client {
     /// Drops all regions and arenas, then ends the connection and the helper.
     ///
     /// # Errors
-    /// `ConnectionLost` where the daemon could not confirm: the ranges stay reserved then.
+    /// Where the daemon could not confirm, `ConnectionLost` above all: the ranges stay reserved then.
     pub fn disconnect(self: Box<Self>) -> Result<()> {
         fork::forget(&self);
         let mut connected = self.enter()?;
         let mut outcome = Ok(());
-        while let Some(region) = connected.regions.pop() {
-            match drop_region(&mut connected.link, region.number) {
+        while let Some(mut region) = connected.regions.pop() {
+            match drop_region(&mut connected.link, &mut region) {
                 Ok(()) => region.range.unmap(),
                 Err(error) => outcome = Err(error),
             }
@@ -135,54 +148,59 @@ impl Client {
                 Status::InvalidArgument,
                 "a region needs at least one byte, and less than all",
             ))?;
-        let range = Reserved::new(bytes).map_err(|error| {
-            Error::because(
-                Status::NoMemory,
-                format!("reserving {bytes} bytes of address space: {error}; see `ulimit -v`"),
-            )
-        })?;
-        range.advise(libc::MADV_HUGEPAGE);
-        let message = ToDaemon::AddRegion {
-            start: range.start() as u64,
-            len: range.len() as u64,
-            options: RegionOptions { kind },
-            name: name.to_owned(),
-        };
         let mut connected = self.enter()?;
-        let number = match connected.link.request(&message, Patience::Restart) {
-            Ok(FromDaemon::Region(number)) => number,
-            Ok(_) => return Err(odd_answer()),
-            Err(error) => {
-                // After a lost connection nobody knows whether the range was armed: it stays ours.
-                if error.status != Status::ConnectionLost {
-                    range.unmap();
+        let Connected { link, regions, unanswered } = &mut *connected;
+        loop {
+            let known = unanswered.iter().position(|range| range.len() == bytes);
+            let is_known = known.is_some();
+            let range = match known {
+                Some(index) => unanswered.swap_remove(index),
+                None => reserve(bytes)?,
+            };
+            match add_region(link, &range, kind, name) {
+                Ok(number) => {
+                    let region =
+                        Region { range, number, client: &raw const *self, drop_unanswered: false };
+                    let region = Box::new(region);
+                    let handle = &raw const *region;
+                    regions.push(region);
+                    return Ok(handle);
                 }
-                return Err(error);
+                // The daemon has managed it since the time before, under a number that nobody was told:
+                // it stays where it is.
+                Err(failed) if is_known && failed.error.status == Status::InvalidArgument => {}
+                // That this message was refused says nothing of the one before.
+                Err(failed) if failed.may_happen || is_known => {
+                    if unanswered.len() < UNANSWERED_MAX {
+                        unanswered.push(range);
+                    }
+                    return Err(failed.error);
+                }
+                Err(failed) => {
+                    range.unmap();
+                    return Err(failed.error);
+                }
             }
-        };
-        let region = Box::new(Region { range, number, client: &raw const *self });
-        let handle = &raw const *region;
-        connected.regions.push(region);
-        Ok(handle)
+        }
     }
 
     /// Frees a region, whose handle must not be used any more.
     ///
     /// # Errors
-    /// `InvalidArgument` for a handle that is not this client's; `ConnectionLost`: the region is as
-    /// before.
+    /// `InvalidArgument` for a handle that is not this client's. With every other error the range stays
+    /// and the handle is good: where the daemon did not answer, its bytes may be gone, and it is to be
+    /// freed again.
     pub fn destroy_region(&self, handle: *const Region) -> Result<()> {
         let mut connected = self.enter()?;
-        let index = connected
-            .regions
+        let Connected { link, regions, .. } = &mut *connected;
+        let index = regions
             .iter()
             .position(|region| std::ptr::eq(&raw const **region, handle))
             .ok_or(Error::new(Status::InvalidArgument, "no such region of this client"))?;
-        let number = connected.regions[index].number;
         // The range is ours until the daemon says that nothing is on its way to it: a late move would
         // take pages from whatever is mapped there next.
-        drop_region(&mut connected.link, number)?;
-        connected.regions.swap_remove(index).range.unmap();
+        drop_region(link, &mut regions[index])?;
+        regions.swap_remove(index).range.unmap();
         Ok(())
     }
 
@@ -219,9 +237,28 @@ impl Client {
     /// Drops the bytes of a range.
     ///
     /// # Errors
-    /// `NotManaged`, `ConnectionLost`.
+    /// `NotManaged`; `Unsupported` where nobody can drop them: the range is locked, or this process has
+    /// no helper. With `ConnectionLost`, `ShuttingDown` and `Internal` they may be dropped later, at any
+    /// time until this succeeds.
     pub fn discard_range(&self, start: usize, len: usize) -> Result<()> {
-        self.ask_done(&ToDaemon::Discard { start: start as u64, len: len as u64 })
+        let message = ToDaemon::Discard { start: start as u64, len: len as u64 };
+        let answer = self.enter()?.link.request(&message, Patience::Restart);
+        match done(answer) {
+            Ok(()) => {
+                self.heap.settle(start, len);
+                Ok(())
+            }
+            Err(Failed { may_happen: true, error }) => {
+                self.heap.doubt(start, len);
+                Err(error)
+            }
+            Err(Failed { error, .. }) if error.status == Status::Protocol => Err(Error::new(
+                Status::Unsupported,
+                "nobody can drop these bytes: the range is locked (mlock), or the helper of this \
+                 process has ended; overwrite them instead",
+            )),
+            Err(failed) => Err(failed.error),
+        }
     }
 
     /// Starts to bring a range in.
@@ -239,7 +276,7 @@ impl Client {
     pub fn pin(&self, start: usize, len: usize) -> Result<u64> {
         match self.ask(&ToDaemon::Pin { start: start as u64, len: len as u64 })? {
             FromDaemon::Lease(lease) => Ok(lease),
-            _ => Err(odd_answer()),
+            _ => Err(Failed::odd().error),
         }
     }
 
@@ -270,7 +307,7 @@ impl Client {
                 unarmed_bytes,
                 poisoned_bytes,
             }),
-            _ => Err(odd_answer()),
+            _ => Err(Failed::odd().error),
         }
     }
 
@@ -281,19 +318,16 @@ impl Client {
     pub fn statistics(&self) -> Result<FamilyStats> {
         match self.ask(&ToDaemon::Stats)? {
             FromDaemon::Stats(stats) => Ok(stats),
-            _ => Err(odd_answer()),
+            _ => Err(Failed::odd().error),
         }
     }
 
     fn ask(&self, message: &ToDaemon) -> Result<FromDaemon> {
-        self.enter()?.link.request(message, Patience::Restart)
+        Ok(self.enter()?.link.request(message, Patience::Restart)?)
     }
 
     fn ask_done(&self, message: &ToDaemon) -> Result<()> {
-        match self.ask(message)? {
-            FromDaemon::Done => Ok(()),
-            _ => Err(odd_answer()),
-        }
+        Ok(done(self.enter()?.link.request(message, Patience::Restart))?)
     }
 
     fn enter(&self) -> Result<Entered<'_, Connected>> {
@@ -332,9 +366,10 @@ impl Client {
         if self.held.load(Ordering::Relaxed) & 4 != 0
             && let Some(mut connected) = self.connected.enter()
         {
-            let Connected { link, regions } = &mut *connected;
+            let Connected { link, regions, .. } = &mut *connected;
             link.join_family_after_fork(regions.iter().map(|r| (r.start(), r.bytes())));
         }
+        self.heap.forget_discards();
     }
 }
 
@@ -347,23 +382,78 @@ impl Source for Client {
             .iter()
             .find(|known| std::ptr::eq(&raw const ***known, region))
             .map(|region| region.start())
-            .ok_or_else(odd_answer)
+            .ok_or(Error::new(Status::Internal, "a region that was just made is gone"))
     }
 
-    fn discard(&self, address: usize, bytes: usize) -> bool {
+    fn discard(&self, address: usize, bytes: usize) -> Discarded {
         let message = ToDaemon::Discard { start: address as u64, len: bytes as u64 };
-        let Ok(mut connected) = self.enter() else { return false };
-        matches!(connected.link.request(&message, Patience::None), Ok(FromDaemon::Done))
+        // Another thread may be waiting there for a device.
+        let Some(mut connected) = self.connected.try_enter() else { return Discarded::Refused };
+        match done(connected.link.request(&message, Patience::Brief)) {
+            Ok(()) => Discarded::Done,
+            Err(failed) if failed.may_happen => Discarded::Unknown,
+            Err(_) => Discarded::Refused,
+        }
     }
 }
 
-fn drop_region(link: &mut Link, region: u32) -> Result<()> {
-    match link.request(&ToDaemon::DropRegion { region }, Patience::Restart)? {
+fn reserve(bytes: usize) -> Result<Reserved> {
+    let range = Reserved::new(bytes).map_err(|error| {
+        Error::because(
+            Status::NoMemory,
+            format!("reserving {bytes} bytes of address space: {error}; see `ulimit -v`"),
+        )
+    })?;
+    range.advise(libc::MADV_HUGEPAGE);
+    Ok(range)
+}
+
+type Answered<T> = std::result::Result<T, Failed>;
+
+fn done(answer: Answered<FromDaemon>) -> Answered<()> {
+    match answer? {
         FromDaemon::Done => Ok(()),
-        _ => Err(odd_answer()),
+        _ => Err(Failed::odd()),
     }
 }
 
-fn odd_answer() -> Error {
-    Error::new(Status::Protocol, "the daemon answered something else than what was asked")
+fn add_region(link: &mut Link, range: &Reserved, kind: Kind, name: &str) -> Answered<u32> {
+    let message = ToDaemon::AddRegion {
+        start: range.start() as u64,
+        len: range.len() as u64,
+        options: RegionOptions { kind },
+        name: name.to_owned(),
+    };
+    match link.request(&message, Patience::Restart)? {
+        FromDaemon::Region(number) => Ok(number),
+        _ => Err(Failed::odd()),
+    }
+}
+
+/// Has the daemon forget a region; afterwards nothing of it happens in the range.
+fn drop_region(link: &mut Link, region: &mut Region) -> Result<()> {
+    let drop = |link: &mut Link, region: &mut Region| {
+        let message = ToDaemon::DropRegion { region: region.number };
+        let outcome = done(link.request(&message, Patience::Restart));
+        region.drop_unanswered |= outcome.as_ref().is_err_and(|failed| failed.may_happen);
+        outcome
+    };
+    match drop(link, region) {
+        // The daemon took the earlier message: the region is gone, or going and busy yet. The range can
+        // be added anew exactly if it is gone.
+        Err(failed) if region.drop_unanswered && failed.error.status == Status::NotManaged => {
+            region.number = add_region(link, &region.range, Kind::Heap, "").map_err(|failed| {
+                if failed.error.status == Status::InvalidArgument {
+                    Error::new(
+                        Status::Internal,
+                        "the daemon is still dropping the region; try again later",
+                    )
+                } else {
+                    failed.error
+                }
+            })?;
+            Ok(drop(link, region)?)
+        }
+        outcome => Ok(outcome?),
+    }
 }

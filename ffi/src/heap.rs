@@ -3,6 +3,7 @@
 //! The lock is never held across a message: other threads go on allocating meanwhile. The question
 //! that `free` of every block asks, "is this address ours?", is answered without a lock.
 
+pub use crate::arenas::Discarded;
 use crate::arenas::{ARENAS_MAX, Allocated, Arenas, NotLive};
 use crate::lock::Guarded;
 use crate::space::{CHUNK, page_bytes};
@@ -14,6 +15,8 @@ const ARENA_BYTES_FIRST: usize = 4 << 30;
 const ARENA_BYTES_MAX: usize = 64 << 30;
 /// Below this a process with little address space gets just what it asks for.
 const ARENA_BYTES_MIN: usize = 64 << 20;
+/// Pieces that one `free` may have forgotten. It frees one: what is left is for the next.
+const DISCARDS_MAX: usize = 16;
 /// Largest alignment that is served.
 pub const ALIGN_MAX: usize = 1 << 30;
 
@@ -25,8 +28,8 @@ pub trait Source {
     /// `NoMemory` and `NoRoom` make the heap ask for less; everything else is passed on.
     fn add_arena(&self, bytes: usize) -> Result<usize>;
 
-    /// Makes a range read as zeros and cost nothing. False: the bytes are as before.
-    fn discard(&self, address: usize, bytes: usize) -> bool;
+    /// Makes a range read as zeros and cost nothing. `free` waits for this: no longer than a moment.
+    fn discard(&self, address: usize, bytes: usize) -> Discarded;
 }
 
 #[derive(Debug)]
@@ -112,14 +115,19 @@ impl Heap {
         // A thread that is inside already came here from a signal handler; its block is lost.
         let Some(mut arenas) = self.arenas.enter() else { return Ok(()) };
         arenas.free(address)?;
-        let mut excess = arenas.take_excess();
+        let mut next = arenas.take_doubtful().or_else(|| arenas.take_excess());
         drop(arenas);
-        while let Some(piece) = excess {
-            let forgotten = source.discard(piece.address, piece.bytes);
+        for _ in 0..DISCARDS_MAX {
+            let Some(piece) = next else { break };
+            let outcome = source.discard(piece.address, piece.bytes);
             let Some(mut arenas) = self.arenas.enter() else { break };
-            arenas.give_back(&piece, forgotten);
-            // Where the daemon is away the next free tries again.
-            excess = if forgotten { arenas.take_excess() } else { None };
+            arenas.give_back(&piece, outcome);
+            // Where the daemon is away or busy the next free tries again.
+            next = match outcome {
+                Discarded::Done => arenas.take_doubtful().or_else(|| arenas.take_excess()),
+                Discarded::Refused if piece.is_doubtful() => arenas.take_excess(),
+                Discarded::Refused | Discarded::Unknown => None,
+            };
         }
         Ok(())
     }
@@ -139,6 +147,31 @@ impl Heap {
     pub fn resize(&self, address: usize, bytes: usize) -> std::result::Result<bool, NotLive> {
         let Some(mut arenas) = self.arenas.enter() else { return Ok(false) };
         arenas.resize(address, bytes)
+    }
+
+    /// A discard of a range of live blocks may still happen: [`Arenas::doubt`].
+    pub fn doubt(&self, start: usize, bytes: usize) {
+        if self.owns(start)
+            && let Some(mut arenas) = self.arenas.enter()
+        {
+            arenas.doubt(start, bytes);
+        }
+    }
+
+    /// A discard of a range was confirmed: [`Arenas::settle`].
+    pub fn settle(&self, start: usize, bytes: usize) {
+        if self.owns(start)
+            && let Some(mut arenas) = self.arenas.enter()
+        {
+            arenas.settle(start, bytes);
+        }
+    }
+
+    /// In a forked child: [`Arenas::forget_discards`].
+    pub(crate) fn forget_discards(&self) {
+        if let Some(mut arenas) = self.arenas.enter() {
+            arenas.forget_discards();
+        }
     }
 
     /// Bytes of live blocks; 0 where this thread is inside the heap.
@@ -218,7 +251,7 @@ mod tests {
     struct Pretended {
         next: Cell<usize>,
         largest: usize,
-        forgets: Cell<bool>,
+        outcome: Cell<Discarded>,
         forgotten: Cell<usize>,
     }
 
@@ -227,7 +260,7 @@ mod tests {
             Self {
                 next: Cell::new(1 << 40),
                 largest,
-                forgets: Cell::new(true),
+                outcome: Cell::new(Discarded::Done),
                 forgotten: Cell::new(0),
             }
         }
@@ -244,11 +277,11 @@ mod tests {
             Ok(start)
         }
 
-        fn discard(&self, _address: usize, bytes: usize) -> bool {
-            if self.forgets.get() {
+        fn discard(&self, _address: usize, bytes: usize) -> Discarded {
+            if self.outcome.get() == Discarded::Done {
                 self.forgotten.set(self.forgotten.get() + bytes);
             }
-            self.forgets.get()
+            self.outcome.get()
         }
     }
 
@@ -291,16 +324,36 @@ mod tests {
     #[test]
     fn what_the_daemon_did_not_forget_is_not_called_zero() {
         let (heap, source) = (Heap::new(), Pretended::new(usize::MAX));
-        source.forgets.set(false);
+        source.outcome.set(Discarded::Refused);
         let a = heap.allocate(&source, 100 << 20, 1).expect("room");
         heap.free(&source, a.address).expect("live");
         let again = heap.allocate(&source, 100 << 20, 1).expect("room");
         assert_eq!(again, Allocated { address: a.address, is_zero: false });
-        source.forgets.set(true);
+        source.outcome.set(Discarded::Done);
         heap.free(&source, again.address).expect("live");
         assert_eq!(source.forgotten.get(), 100 << 20);
         let zero = heap.allocate(&source, 100 << 20, 1).expect("room");
         assert_eq!(zero, Allocated { address: a.address, is_zero: true });
+    }
+
+    #[test]
+    fn what_may_still_be_discarded_is_not_given_out() {
+        let (heap, source) = (Heap::new(), Pretended::new(usize::MAX));
+        let a = heap.allocate(&source, 100 << 20, 1).expect("room");
+        source.outcome.set(Discarded::Unknown);
+        heap.free(&source, a.address).expect("live");
+        let b = heap.allocate(&source, 100 << 20, 1).expect("room");
+        assert_ne!(b.address, a.address);
+        // A later refusal is no answer to the first one.
+        source.outcome.set(Discarded::Refused);
+        heap.free(&source, b.address).expect("live");
+        let c = heap.allocate(&source, 100 << 20, 1).expect("room");
+        assert_eq!(c.address, b.address);
+        source.outcome.set(Discarded::Done);
+        heap.free(&source, c.address).expect("live");
+        assert_eq!(source.forgotten.get(), 200 << 20);
+        let all = heap.allocate(&source, 200 << 20, 1).expect("room");
+        assert_eq!(all, Allocated { address: a.address, is_zero: true });
     }
 
     struct Shared(std::sync::Mutex<usize>);
@@ -313,8 +366,8 @@ mod tests {
             Ok(start)
         }
 
-        fn discard(&self, _address: usize, _bytes: usize) -> bool {
-            true
+        fn discard(&self, _address: usize, _bytes: usize) -> Discarded {
+            Discarded::Done
         }
     }
 

@@ -5,7 +5,8 @@
 //! rule sends it to libc.
 //!
 //! The connection is never closed while managed memory is in use: to the daemon its end is the
-//! client's end. So a request waits as long as the daemon lives, and only its death ends the wait.
+//! client's end. So a request waits as long as the daemon lives, and only its death ends the wait; but
+//! `free` leaves a moment later, and the next request takes its answer first.
 //! A daemon that comes back has kept our regions; we greet it with the number of our family.
 
 use crate::fds::{self, Fd, Listed};
@@ -13,7 +14,7 @@ use crate::space::{self, Reserved};
 use crate::status::{Error, Result, Status};
 use std::io;
 use std::mem::ManuallyDrop;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tiermgr_sys::helper::{self, HelperConfig, HelperHandle};
@@ -22,7 +23,7 @@ use tiermgr_sys::sock::Stream;
 use tiermgr_sys::uffd::{self, Mode, Uffd};
 pub use tiermgr_wire::hello::Class;
 use tiermgr_wire::hello::{Attach, Hello, Role, Welcome};
-use tiermgr_wire::reply::FromDaemon;
+use tiermgr_wire::reply::{ErrorCode, FromDaemon};
 use tiermgr_wire::request::ToDaemon;
 
 /// Where a daemon listens if nothing else is said.
@@ -34,6 +35,13 @@ const PACKET_BYTES: usize = 8 << 10;
 const HANDSHAKE_WAIT: Duration = Duration::from_secs(10);
 /// How long a forked child waits before it goes on without a helper.
 const CHILD_WAIT: Duration = Duration::from_secs(2);
+/// How long `free` waits for its answer: longer than the daemon needs for a gibibyte that no device is
+/// busy with.
+const BRIEF_WAIT: Duration = Duration::from_millis(250);
+/// How long `free` waits for a daemon that came back to greet.
+const BRIEF_GREETING: Duration = Duration::from_millis(100);
+/// After an attempt to find the daemon, `free` leaves this many times its length to the program.
+const BRIEF_PAUSES: u64 = 10;
 /// How long a request waits for a daemon that restarts.
 const RESTART_WAIT: Duration = Duration::from_secs(2);
 const RETRY_NS_MIN: u64 = 5_000_000;
@@ -57,19 +65,62 @@ pub fn program_name() -> String {
         .map_or_else(|_| String::from("unknown"), |name| name.trim_end().to_owned())
 }
 
-/// Whether a request may wait for a daemon that restarts.
+/// How long a request may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Patience {
-    /// Fails at once.
-    None,
-    /// Waits up to two seconds.
+    /// A moment, also where the daemon waits for a device.
+    Brief,
+    /// Up to two seconds for a daemon that restarts, and then as long as the daemon needs.
     Restart,
+}
+
+/// A request that failed.
+#[derive(Clone, Debug)]
+pub struct Failed {
+    /// Why.
+    pub error: Error,
+    /// The daemon may have carried it out, or may do so at any time from now on. False: it was not
+    /// carried out, and never will be.
+    pub may_happen: bool,
+}
+
+impl Failed {
+    const fn never(error: Error) -> Self {
+        Self { error, may_happen: false }
+    }
+
+    const fn perhaps(error: Error) -> Self {
+        Self { error, may_happen: true }
+    }
+
+    /// The daemon answered with an error.
+    fn refused(code: ErrorCode, message: String) -> Self {
+        // These two are also the answers to a request that was passed on and not waited for any longer.
+        let may_happen = matches!(code, ErrorCode::Internal | ErrorCode::ShuttingDown);
+        Self { error: Error::because(code.into(), message), may_happen }
+    }
+
+    /// The daemon answered something else than what was asked.
+    pub(crate) const fn odd() -> Self {
+        Self::perhaps(Error::new(
+            Status::Protocol,
+            "the daemon answered something else than what was asked",
+        ))
+    }
+}
+
+impl From<Failed> for Error {
+    fn from(failed: Failed) -> Self {
+        failed.error
+    }
 }
 
 #[derive(Debug)]
 struct Session {
     _listed: Listed,
     stream: Stream,
+    /// An answer is still to come that nobody waits for.
+    owes_answer: bool,
 }
 
 /// What this process has made for the daemon.
@@ -91,6 +142,8 @@ enum Connection {
     Down {
         retry_ns: u64,
         wait_ns: u64,
+        /// How long the last attempt took.
+        took_ns: u64,
     },
 }
 
@@ -147,40 +200,55 @@ impl Link {
     /// Sends a request and waits for its answer.
     ///
     /// # Errors
-    /// What the daemon answers, or `ConnectionLost`. After that it is not known whether the request
-    /// was carried out. What can as well be carried out twice is asked again.
-    pub fn request(&mut self, message: &ToDaemon, patience: Patience) -> Result<FromDaemon> {
+    /// What the daemon answers, or `ConnectionLost`; with `Patience::Brief` also where the daemon still
+    /// works at this or an earlier request. What can as well be carried out twice is asked again.
+    pub fn request(
+        &mut self,
+        message: &ToDaemon,
+        patience: Patience,
+    ) -> std::result::Result<FromDaemon, Failed> {
         let _uncancelled = Uncancelled::new();
         if self.pid != fds::own_pid() {
-            return Err(Error::new(
+            return Err(Failed::never(Error::new(
                 Status::ConnectionLost,
                 "this process was made by a raw clone of the one that connected; use fork, or connect anew",
-            ));
+            )));
         }
         let give_up = monotonic_ns().saturating_add(nanoseconds(RESTART_WAIT));
         loop {
-            let session = loop {
-                if let Connection::Up(session) = &self.connection {
-                    break session;
-                }
-                self.reconnect(patience, give_up)?;
-            };
-            // A daemon that ended while nothing was asked shows itself only now: nothing was asked
-            // of it yet, so that asking the next one is no repetition.
-            match send(&session.stream, message, &[], &mut self.packet) {
-                Ok(()) => {}
-                Err(error) => {
-                    self.lost();
-                    if patience == Patience::None || error.status != Status::ConnectionLost {
-                        return Err(error);
-                    }
+            let session = match &mut self.connection {
+                Connection::Up(session) => session,
+                Connection::Down { .. } => {
+                    self.reconnect(patience, give_up).map_err(Failed::never)?;
                     continue;
                 }
+            };
+            if session.owes_answer {
+                if patience == Patience::Brief && !readable(&session.stream, Duration::ZERO) {
+                    return Err(Failed::never(BUSY));
+                }
+                // What it says is of no use any more: its range is asked for again.
+                if receive(&session.stream, &mut self.packet).is_err() {
+                    self.lost();
+                    continue;
+                }
+                session.owes_answer = false;
+            }
+            // A daemon that ended while nothing was asked shows itself only now: nothing was asked
+            // of it yet, so that asking the next one is no repetition.
+            if let Err(error) = send(&session.stream, message, &[], &mut self.packet) {
+                self.lost();
+                if patience == Patience::Brief || error.status != Status::ConnectionLost {
+                    return Err(Failed::never(error));
+                }
+                continue;
+            }
+            if patience == Patience::Brief && !readable(&session.stream, BRIEF_WAIT) {
+                session.owes_answer = true;
+                return Err(Failed::perhaps(BUSY));
             }
             return match receive(&session.stream, &mut self.packet) {
-                Ok((FromDaemon::Error { code, message }, _)) => {
-                    Err(Error::because(code.into(), message))
-                }
+                Ok((FromDaemon::Error { code, message }, _)) => Err(Failed::refused(code, message)),
                 Ok((reply, _)) => Ok(reply),
                 Err(error) => {
                     self.lost();
@@ -191,7 +259,7 @@ impl Link {
                     {
                         continue;
                     }
-                    Err(error)
+                    Err(Failed::perhaps(error))
                 }
             };
         }
@@ -200,7 +268,7 @@ impl Link {
     /// Ends the connection, and the helper. The caller has dropped all regions with the daemon's
     /// consent, or (`is_quiet` false) could not.
     pub fn end(&mut self, is_quiet: bool) {
-        self.connection = Connection::Down { retry_ns: u64::MAX, wait_ns: 0 };
+        self.connection = Connection::Down { retry_ns: u64::MAX, wait_ns: 0, took_ns: 0 };
         let Some(mut attached) = self.attached.take() else { return };
         attached.helper.stop();
         let ended = attached.helper.reap(Duration::from_secs(1));
@@ -234,10 +302,12 @@ impl Link {
             let _not_ours = (ManuallyDrop::new(limbo), ManuallyDrop::new(helper));
         }
         self.guard = None;
-        self.connection = Connection::Down { retry_ns: 0, wait_ns: RETRY_NS_MIN };
+        self.connection = Connection::Down { retry_ns: 0, wait_ns: RETRY_NS_MIN, took_ns: 0 };
         let give_up = monotonic_ns().saturating_add(nanoseconds(CHILD_WAIT));
-        while let Err(error) = self.greet(CHILD_WAIT) {
-            self.back_off();
+        loop {
+            let began = monotonic_ns();
+            let Err(error) = self.greet(CHILD_WAIT) else { return };
+            self.back_off(began);
             if self.was_armed
                 && let Ok(Some(own)) = self.take_nonce_page()
             {
@@ -282,10 +352,15 @@ impl Link {
     }
 
     fn reconnect(&mut self, patience: Patience, give_up: u64) -> Result<()> {
-        let Connection::Down { retry_ns, .. } = self.connection else { return Ok(()) };
+        let Connection::Down { retry_ns, took_ns, .. } = self.connection else { return Ok(()) };
         let now = monotonic_ns();
+        if patience == Patience::Brief
+            && now < retry_ns.saturating_add(took_ns.saturating_mul(BRIEF_PAUSES))
+        {
+            return Err(Error::new(Status::ConnectionLost, "the daemon is away"));
+        }
         if now < retry_ns {
-            if patience == Patience::None || retry_ns > give_up {
+            if retry_ns > give_up {
                 return Err(Error::because(
                     Status::ConnectionLost,
                     format!(
@@ -296,7 +371,14 @@ impl Link {
             }
             std::thread::sleep(Duration::from_nanos(retry_ns - now));
         }
-        self.greet(CHILD_WAIT).inspect_err(|_| self.back_off()).or_else(|error| {
+        // An attach that is given up half-way leaves the daemon with a process that is not there: it
+        // gets its time whoever asks.
+        let wait = match patience {
+            Patience::Brief if self.attached.is_some() => BRIEF_GREETING,
+            _ => CHILD_WAIT,
+        };
+        let began = monotonic_ns();
+        self.greet(wait).inspect_err(|_| self.back_off(began)).or_else(|error| {
             if patience == Patience::Restart && monotonic_ns() < give_up {
                 Ok(())
             } else {
@@ -328,17 +410,21 @@ impl Link {
     }
 
     fn lost(&mut self) {
-        self.connection =
-            Connection::Down { retry_ns: monotonic_ns() + RETRY_NS_MIN, wait_ns: RETRY_NS_MIN };
+        let retry_ns = monotonic_ns() + RETRY_NS_MIN;
+        self.connection = Connection::Down { retry_ns, wait_ns: RETRY_NS_MIN, took_ns: 0 };
     }
 
-    fn back_off(&mut self) {
-        if let Connection::Down { retry_ns, wait_ns } = &mut self.connection {
-            *retry_ns = monotonic_ns() + *wait_ns;
+    fn back_off(&mut self, began: u64) {
+        if let Connection::Down { retry_ns, wait_ns, took_ns } = &mut self.connection {
+            let now = monotonic_ns();
+            *took_ns = now.saturating_sub(began);
+            *retry_ns = now + *wait_ns;
             *wait_ns = (*wait_ns * 2).min(RETRY_NS_MAX);
         }
     }
 }
+
+const BUSY: Error = Error::new(Status::ConnectionLost, "the daemon still works at a request");
 
 impl Session {
     /// Takes a greeted stream into use.
@@ -347,7 +433,7 @@ impl Session {
             .set_recv_timeout(None)
             .map_err(|error| Error::system("preparing the socket", &error))?;
         let stream = Stream::from_fd(fds::raise(stream.into_fd()));
-        Ok(Self { _listed: Listed::new(stream.as_fd()), stream })
+        Ok(Self { _listed: Listed::new(stream.as_fd()), stream, owes_answer: false })
     }
 }
 
@@ -508,6 +594,26 @@ fn receive(stream: &Stream, packet: &mut [u8]) -> Result<(FromDaemon, Vec<OwnedF
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(ended("waiting for the daemon", &error)),
+        }
+    }
+}
+
+/// Whether something can be received, be it the end of the connection, within `wait`.
+fn readable(stream: &Stream, wait: Duration) -> bool {
+    let deadline = monotonic_ns().saturating_add(nanoseconds(wait));
+    let mut wanted =
+        libc::pollfd { fd: stream.as_fd().as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    loop {
+        let left = deadline.saturating_sub(monotonic_ns()).div_ceil(1_000_000);
+        let left = i32::try_from(left).unwrap_or(i32::MAX);
+        // SAFETY: poll reads and writes one `pollfd`, which is here.
+        let ready = unsafe { libc::poll(&raw mut wanted, 1, left) };
+        if ready >= 0 {
+            return ready > 0;
+        }
+        if io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
+            // The next call on the socket tells what is wrong with it.
+            return true;
         }
     }
 }

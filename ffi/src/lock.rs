@@ -80,6 +80,19 @@ impl<T> Guarded<T> {
         Some(Entered { lock: self, releases: true })
     }
 
+    /// Takes the lock if that needs no sleep. `None`: somebody is inside.
+    pub fn try_enter(&self) -> Option<Entered<'_, T>> {
+        let key = thread_key();
+        if self.owner.load(Ordering::Relaxed) == key {
+            return self.enter();
+        }
+        if !self.spin() {
+            return None;
+        }
+        self.owner.store(key, Ordering::Relaxed);
+        Some(Entered { lock: self, releases: true })
+    }
+
     /// Whether this thread is inside.
     pub fn is_entered(&self) -> bool {
         self.owner.load(Ordering::Relaxed) == thread_key()
@@ -106,26 +119,27 @@ impl<T> Guarded<T> {
     }
 
     fn acquire(&self, key: usize) {
-        let free = self.word.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed);
-        if free.is_err() {
-            self.acquire_slowly();
+        if !self.spin() {
+            self.sleep();
         }
         self.owner.store(key, Ordering::Relaxed);
     }
 
+    fn take(&self) -> bool {
+        self.word.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed).is_ok()
+    }
+
+    /// Most holders are out again in less time than it takes to fall asleep.
+    fn spin(&self) -> bool {
+        self.take()
+            || (0..100).any(|_| {
+                std::hint::spin_loop();
+                self.word.load(Ordering::Relaxed) == FREE && self.take()
+            })
+    }
+
     #[cold]
-    fn acquire_slowly(&self) {
-        for _ in 0..100 {
-            std::hint::spin_loop();
-            if self.word.load(Ordering::Relaxed) == FREE
-                && self
-                    .word
-                    .compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed)
-                    .is_ok()
-            {
-                return;
-            }
-        }
+    fn sleep(&self) {
         while self.word.swap(CONTENDED, Ordering::Acquire) != FREE {
             self.futex(libc::FUTEX_WAIT, CONTENDED);
         }
@@ -197,6 +211,22 @@ mod tests {
             }
         });
         assert_eq!(*lock.enter().expect("not inside"), 40_000);
+    }
+
+    #[test]
+    fn who_does_not_want_to_wait_does_not() {
+        let lock = Guarded::new(());
+        let inside = lock.enter().expect("free");
+        assert!(lock.try_enter().is_none(), "the holder itself");
+        std::thread::scope(|scope| {
+            let turned_away = scope.spawn(|| lock.try_enter().is_none());
+            assert!(turned_away.join().expect("no panic"));
+        });
+        drop(inside);
+        let inside = lock.try_enter().expect("free");
+        assert!(lock.is_entered());
+        drop(inside);
+        assert!(!lock.is_entered());
     }
 
     #[test]

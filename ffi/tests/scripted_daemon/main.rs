@@ -4,11 +4,13 @@
 
 #![cfg(test)]
 
+mod unanswered;
+
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 use tiermgr::client::Client;
@@ -46,11 +48,30 @@ const MANNERS: [Manner; 7] = [
     Manner::SaysNothing,
 ];
 
-#[derive(Debug, Default)]
+/// What becomes of a request of an attached program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Act {
+    /// It is answered as if it had been carried out.
+    Usual,
+    /// It is answered with an error.
+    Refuse(ErrorCode),
+    /// The daemon dies of it.
+    Vanish,
+    /// It is carried out when the test says so.
+    Stall,
+}
+
+type Script = Box<dyn Fn(&ToDaemon) -> Act + Send>;
+
+#[derive(Default)]
 struct Book {
     seen: Mutex<Vec<ToDaemon>>,
     connections: Mutex<Vec<RawFd>>,
     manner: AtomicU32,
+    last_region: AtomicU32,
+    script: Mutex<Option<Script>>,
+    /// Requests that stalled may go on.
+    goes_on: (Mutex<bool>, Condvar),
 }
 
 impl Book {
@@ -60,6 +81,35 @@ impl Book {
 
     fn behave(&self, manner: Manner) {
         self.manner.store(manner as u32, Ordering::SeqCst);
+    }
+
+    fn act(&self, script: impl Fn(&ToDaemon) -> Act + Send + 'static) {
+        *self.script.lock().expect("not poisoned") = Some(Box::new(script));
+    }
+
+    fn act_as_usual(&self) {
+        self.act(|_| Act::Usual);
+    }
+
+    fn go_on(&self) {
+        *self.goes_on.0.lock().expect("not poisoned") = true;
+        self.goes_on.1.notify_all();
+    }
+
+    /// The start of the range that was to be added last.
+    fn last_added(&self) -> usize {
+        let seen = self.seen.lock().expect("not poisoned");
+        let start = seen.iter().rev().find_map(|message| match message {
+            ToDaemon::AddRegion { start, .. } => Some(*start),
+            _ => None,
+        });
+        usize::try_from(start.expect("a region was to be added")).expect("an address")
+    }
+
+    fn discards_of(&self, start: usize) -> usize {
+        self.seen(|message| {
+            matches!(message, ToDaemon::Discard { start: seen, .. } if *seen == start as u64)
+        })
     }
 
     /// Ends all connections, as the end of a process does.
@@ -121,11 +171,33 @@ impl Scripted {
 fn serve(stream: &Stream, book: &Book, device: &DeviceFd) {
     let mut packet = vec![0; 8192];
     let mut ring = None;
-    let mut last_region = 0;
     while let Ok((length, descriptors)) = stream.recv_with_fds(&mut packet) {
         let Ok(message) = tiermgr_wire::decode::<ToDaemon>(&packet[..length]) else { return };
         book.seen.lock().expect("not poisoned").push(message.clone());
         let manner = MANNERS[book.manner.load(Ordering::SeqCst) as usize];
+        let act = match message {
+            ToDaemon::Hello(_) | ToDaemon::Attach(_) => Act::Usual,
+            _ => {
+                let script = book.script.lock().expect("not poisoned");
+                script.as_ref().map_or(Act::Usual, |script| script(&message))
+            }
+        };
+        match act {
+            Act::Usual => {}
+            Act::Refuse(code) => {
+                say(stream, &refusal(code));
+                continue;
+            }
+            Act::Vanish => {
+                book.vanish();
+                return;
+            }
+            Act::Stall => {
+                let (goes_on, bell) = &book.goes_on;
+                let goes_on = goes_on.lock().expect("not poisoned");
+                drop(bell.wait_while(goes_on, |goes_on| !*goes_on).expect("not poisoned"));
+            }
+        }
         let reply = match message {
             ToDaemon::Hello(hello) => {
                 let own = match manner {
@@ -142,10 +214,7 @@ fn serve(stream: &Stream, book: &Book, device: &DeviceFd) {
                     _ => RingOwner::create().expect("a ring"),
                 };
                 // One that has attached before is known.
-                let attached = book.seen(|message| matches!(message, ToDaemon::Attach(_)));
-                let greeted = book.seen(|message| matches!(message, ToDaemon::Hello(_)));
                 if matches!(hello.role, Role::ForkedChild { .. })
-                    && greeted == attached + 1
                     && std::process::id().cast_signed() == stream.peer_cred().expect("a peer").pid
                 {
                     say(stream, &FromDaemon::Ready);
@@ -179,8 +248,7 @@ fn serve(stream: &Stream, book: &Book, device: &DeviceFd) {
                 continue;
             }
             ToDaemon::AddRegion { .. } => {
-                last_region += 1;
-                FromDaemon::Region(last_region)
+                FromDaemon::Region(book.last_region.fetch_add(1, Ordering::SeqCst) + 1)
             }
             ToDaemon::Pin { .. } => refusal(ErrorCode::NoRoom),
             _ => FromDaemon::Done,
