@@ -1,6 +1,7 @@
 /* Shared by the programs of this folder. Each fills memory with a pattern that is a function of seed
  * and position, does its thing, and looks at every byte again; it ends with a line "ok ..." and status
- * 0, or with a line that names the first wrong place and status 1.
+ * 0, or with a line that names the first wrong place and status 1. What it cannot do here it says in a line
+ * "skipped: ...".
  *
  * SIZE in the environment is the size of the working set in bytes (K, M, G may follow).
  */
@@ -27,6 +28,14 @@
         fprintf(stderr, __VA_ARGS__);                                                              \
         fputc('\n', stderr);                                                                       \
         _exit(1);                                                                                  \
+    } while (0)
+
+/* Something cannot be tested here. Where nothing may be skipped, whoever runs the program fails. */
+#define SKIPPED(...)                                                                               \
+    do {                                                                                           \
+        printf("skipped: ");                                                                       \
+        printf(__VA_ARGS__);                                                                       \
+        putchar('\n');                                                                             \
     } while (0)
 
 #define CHECK(condition)                                                                           \

@@ -48,6 +48,11 @@ pub(crate) fn skip(why: &str) {
     eprintln!("skipped: {why}");
 }
 
+/// Whether this is root.
+pub(crate) fn is_root() -> bool {
+    fs::metadata("/proc/self").is_ok_and(|own| own.uid() == 0)
+}
+
 /// A working set in bytes.
 pub(crate) fn working_set() -> u64 {
     let Ok(text) = std::env::var("TIERMGR_TEST_SIZE") else { return 256 * MIB };
@@ -130,6 +135,15 @@ pub(crate) fn run_within(command: &mut Command, limit: Duration) -> Result<Outpu
     Ok(Output { status, stdout, stderr })
 }
 
+fn has_ended_well(said: &str) -> bool {
+    said.lines().any(|line| line.starts_with("ok "))
+}
+
+/// What a program did not test, in its own words.
+pub(crate) fn skips(said: &str) -> Vec<&str> {
+    said.lines().filter_map(|line| line.strip_prefix("skipped: ")).collect()
+}
+
 fn pid_of(child: &Child) -> Pid {
     Pid::from_raw(i32::try_from(child.id()).expect("a pid"))
 }
@@ -158,7 +172,7 @@ impl Stage {
             skip("dist/bin/tiermgrd is not built; run scripts/build");
             return None;
         }
-        if fs::metadata("/proc/self").map_or(1, |own| own.uid()) != 0 {
+        if !is_root() {
             skip("a daemon needs root");
             return None;
         }
@@ -213,8 +227,8 @@ impl Stage {
         command
     }
 
-    /// Runs a program to its end and checks that it said "ok".
-    pub(crate) fn expect_ok(&self, command: &mut Command) {
+    /// Runs a program to its end and checks that it said "ok", or what it skipped. False: it skipped all.
+    pub(crate) fn expect_ok(&self, command: &mut Command) -> bool {
         let scale = u32::try_from(working_set() / (256 * MIB)).expect("fits").max(1);
         let output = match run_within(command, PROGRAM_WAIT * scale) {
             Ok(output) => output,
@@ -223,12 +237,16 @@ impl Stage {
         let said = String::from_utf8_lossy(&output.stdout);
         let complained = String::from_utf8_lossy(&output.stderr);
         assert!(
-            output.status.success() && said.lines().any(|line| line.starts_with("ok ")),
+            output.status.success() && (has_ended_well(&said) || !skips(&said).is_empty()),
             "{:?}\n{said}{complained}{:#?}",
             output.status,
             self.status(),
         );
         eprint!("{said}{complained}");
+        for why in skips(&said) {
+            skip(why);
+        }
+        has_ended_well(&said)
     }
 
     /// What the daemon has counted.

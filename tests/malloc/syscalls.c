@@ -42,7 +42,7 @@ static void files(int flags, const char *what, uint64_t seed) {
     prepare(seed, what);
     int fd = open(path, O_RDWR | O_CREAT | O_TRUNC | flags, 0600);
     if (fd < 0 && errno == EINVAL && flags & O_DIRECT) {
-        printf("%s: skipped, FOLDER's file system has no O_DIRECT\n", what);
+        SKIPPED("%s: FOLDER's file system has no O_DIRECT", what);
         return;
     }
     CHECK(fd >= 0);
@@ -149,7 +149,7 @@ static int ring_do(struct ring *ring, int operation, int fd, void *buffer, size_
 static void uring(int flags, const char *what, uint64_t seed) {
     struct ring ring;
     if (!ring_open(&ring)) {
-        printf("%s: skipped, no io_uring here: %s\n", what, strerror(errno));
+        SKIPPED("%s: no io_uring here: %s", what, strerror(errno));
         return;
     }
     prepare(seed, what);

@@ -1,5 +1,6 @@
 """A private daemon for each module of tests, and the package as it lies in the tree."""
 
+import importlib
 import os
 import pathlib
 import shutil
@@ -25,6 +26,16 @@ def skip(reason):
     if os.environ.get("TIERMGR_CI_STRICT"):
         pytest.fail(f"skipped in a strict run: {reason}")
     pytest.skip(reason)
+
+
+def needed(module):
+    """A module without which none of a file's tests can run."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        if os.environ.get("TIERMGR_CI_STRICT"):
+            raise
+        pytest.skip(str(error), allow_module_level=True)
 
 
 @pytest.fixture(scope="session")

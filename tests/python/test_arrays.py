@@ -7,9 +7,9 @@ import sys
 import threading
 
 import pytest
-from conftest import DRAM, MIB, ROOT
+from conftest import DRAM, MIB, ROOT, needed
 
-np = pytest.importorskip("numpy")
+np = needed("numpy")
 import tiermgr
 
 
