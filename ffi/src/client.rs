@@ -5,7 +5,7 @@ use crate::fork;
 use crate::heap::{Discarded, Heap, Source};
 use crate::link::{Config, Failed, Link, Patience};
 use crate::lock::{Entered, Guarded};
-use crate::space::{CHUNK, Reserved};
+use crate::space::{CHUNK, Locking, Reserved};
 use crate::status::{Error, Result, Status};
 use std::sync::atomic::{AtomicU8, Ordering};
 use tiermgr_wire::control::FamilyStats;
@@ -42,7 +42,7 @@ impl Region {
     /// Length.
     #[must_use]
     pub const fn bytes(&self) -> usize {
-        self.range.len()
+        self.range.bytes()
     }
 }
 
@@ -151,7 +151,7 @@ impl Client {
         let mut connected = self.enter()?;
         let Connected { link, regions, unanswered } = &mut *connected;
         loop {
-            let known = unanswered.iter().position(|range| range.len() == bytes);
+            let known = unanswered.iter().position(|range| range.bytes() == bytes);
             let is_known = known.is_some();
             let range = match known {
                 Some(index) => unanswered.swap_remove(index),
@@ -398,10 +398,10 @@ impl Source for Client {
 }
 
 fn reserve(bytes: usize) -> Result<Reserved> {
-    let range = Reserved::new(bytes).map_err(|error| {
+    let range = Reserved::new(bytes, Locking::OnTouch).map_err(|error| {
         Error::because(
             Status::NoMemory,
-            format!("reserving {bytes} bytes of address space: {error}; see `ulimit -v`"),
+            format!("reserving {bytes} bytes of address space: {error}; see `ulimit -v`, and `ulimit -l` after mlockall"),
         )
     })?;
     range.advise(libc::MADV_HUGEPAGE);
@@ -420,7 +420,7 @@ fn done(answer: Answered<FromDaemon>) -> Answered<()> {
 fn add_region(link: &mut Link, range: &Reserved, kind: Kind, name: &str) -> Answered<u32> {
     let message = ToDaemon::AddRegion {
         start: range.start() as u64,
-        len: range.len() as u64,
+        len: range.bytes() as u64,
         options: RegionOptions { kind },
         name: name.to_owned(),
     };

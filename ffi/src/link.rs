@@ -10,7 +10,7 @@
 //! A daemon that comes back has kept our regions; we greet it with the number of our family.
 
 use crate::fds::{self, Fd, Listed};
-use crate::space::{self, Reserved};
+use crate::space::{self, Locking, Reserved};
 use crate::status::{Error, Result, Status};
 use std::io;
 use std::mem::ManuallyDrop;
@@ -538,7 +538,8 @@ fn reserve_limbo(welcome: &Welcome) -> Result<Option<Reserved>> {
     if !bytes.is_multiple_of(space::CHUNK) {
         return Err(Error::new(Status::Protocol, "the daemon asked for a limbo of an odd size"));
     }
-    let limbo = Reserved::new(bytes).map_err(|error| Error::system("reserving limbo", &error))?;
+    let limbo = Reserved::new(bytes, Locking::Never)
+        .map_err(|error| Error::system("reserving limbo", &error))?;
     limbo.advise(libc::MADV_DONTFORK);
     limbo.advise(libc::MADV_DONTDUMP);
     Ok(Some(limbo))

@@ -1,4 +1,8 @@
 //! Address space: managed ranges, and tables of our own that are never managed.
+//!
+//! A program may have asked that all its memory be locked from now on (`mlockall(MCL_FUTURE)`). The kernel
+//! then fills a mapping when it becomes writable, however large it is. What is made here is reserved
+//! without access first, and made writable once its lock is such that nothing is filled.
 
 use std::io;
 use std::marker::PhantomData;
@@ -17,6 +21,16 @@ pub fn page_bytes() -> usize {
     usize::try_from(tiermgr_sys::process::page_size()).unwrap_or(4096)
 }
 
+/// What becomes of a range where the program locks all memory that it gets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Locking {
+    /// Its pages are locked when they are touched: what the program has there stays in memory, as it
+    /// asked for.
+    OnTouch,
+    /// It is not locked: nothing of the program's lives there, and others must be able to empty it.
+    Never,
+}
+
 /// A range with a page of nothing on either side.
 #[derive(Debug)]
 pub struct Reserved {
@@ -32,41 +46,20 @@ impl Reserved {
     /// what is not then never depends on who lives next door.
     ///
     /// # Errors
-    /// `ENOMEM` where the address space or a limit of the process is used up.
-    pub fn new(len: usize) -> io::Result<Self> {
+    /// `ENOMEM` where the address space or a limit of the process is used up, `EAGAIN` where that is the
+    /// limit of locked memory.
+    pub fn new(len: usize, locking: Locking) -> io::Result<Self> {
         let guard = page_bytes();
         let with_slack = len
             .checked_add(CHUNK + 2 * guard)
             .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
-        // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
-        let base = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                with_slack,
-                libc::PROT_NONE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
-                -1,
-                0,
-            )
-        };
-        if base == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
-        let base = base as usize;
+        let base = reserve(with_slack)?;
         let start = (base + guard).next_multiple_of(CHUNK);
         let end = start + len;
         let unused_end = base + with_slack;
         unmap(base, start - guard - base);
         unmap(end + guard, unused_end - end - guard);
-        // SAFETY: [start, end) lies inside the mapping made above, which nobody else knows.
-        let opened = unsafe {
-            libc::mprotect(start as *mut libc::c_void, len, libc::PROT_READ | libc::PROT_WRITE)
-        };
-        if opened != 0 {
-            let error = io::Error::last_os_error();
-            unmap(start - guard, len + 2 * guard);
-            return Err(error);
-        }
+        open(start, len, locking).inspect_err(|_| unmap(start - guard, len + 2 * guard))?;
         Ok(Self { start, len })
     }
 
@@ -78,14 +71,8 @@ impl Reserved {
 
     /// Length without the guards.
     #[must_use]
-    pub const fn len(&self) -> usize {
+    pub const fn bytes(&self) -> usize {
         self.len
-    }
-
-    /// Whether it has no bytes.
-    #[must_use]
-    pub const fn is_empty(&self) -> bool {
-        self.len == 0
     }
 
     /// Passes advice to the kernel. Advice that it does not know is no advice.
@@ -114,37 +101,55 @@ fn unmap(start: usize, len: usize) {
     }
 }
 
-/// Maps one private page of its own that nobody touches, kept apart from its neighbours by guards,
-/// and gives its address. It stays for the life of the process.
-///
-/// # Errors
-/// `ENOMEM`.
-pub fn untouched_page() -> io::Result<usize> {
-    let page = page_bytes();
-    // SAFETY: a new mapping at an address of the kernel's choice.
+/// Maps `len` bytes that nobody may touch yet.
+fn reserve(len: usize) -> io::Result<usize> {
+    // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
     let base = unsafe {
         libc::mmap(
             std::ptr::null_mut(),
-            3 * page,
+            len,
             libc::PROT_NONE,
-            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
             -1,
             0,
         )
     };
-    if base == libc::MAP_FAILED {
-        return Err(io::Error::last_os_error());
+    if base == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(base as usize) }
+}
+
+fn check(outcome: libc::c_int) -> io::Result<()> {
+    if outcome == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Makes part of what [`reserve`] gave readable and writable, and fills none of it.
+fn open(start: usize, len: usize, locking: Locking) -> io::Result<()> {
+    let address = start as *mut libc::c_void;
+    // The kernel refuses to drop locked pages, also where there are none: so the mapping tells whether it
+    // was locked when it was made.
+    // SAFETY: there is nothing to be dropped in a mapping that nobody could touch.
+    let dropped = check(unsafe { libc::madvise(address, len, libc::MADV_DONTNEED) });
+    if dropped.is_err_and(|error| error.raw_os_error() == Some(libc::EINVAL)) {
+        match locking {
+            // SAFETY: locking changes no byte.
+            Locking::OnTouch => check(unsafe { libc::mlock2(address, len, libc::MLOCK_ONFAULT) })?,
+            // SAFETY: as above; the lock is that of our own mapping.
+            Locking::Never => check(unsafe { libc::munlock(address, len) })?,
+        }
     }
-    let middle = base as usize + page;
-    // SAFETY: the middle page of the mapping made above.
-    let opened = unsafe {
-        libc::mprotect(middle as *mut libc::c_void, page, libc::PROT_READ | libc::PROT_WRITE)
-    };
-    if opened != 0 {
-        let error = io::Error::last_os_error();
-        unmap(base as usize, 3 * page);
-        return Err(error);
-    }
+    // SAFETY: the mapping is our own, and nobody uses it yet.
+    check(unsafe { libc::mprotect(address, len, libc::PROT_READ | libc::PROT_WRITE) })
+}
+
+/// Maps one private page of its own that nobody touches, kept apart from its neighbours by guards,
+/// and gives its address. It stays for the life of the process.
+///
+/// # Errors
+/// As [`Reserved::new`].
+pub fn untouched_page() -> io::Result<usize> {
+    let page = page_bytes();
+    let base = reserve(3 * page)?;
+    let middle = base + page;
+    open(middle, page, Locking::Never).inspect_err(|_| unmap(base, 3 * page))?;
     Ok(middle)
 }
 
@@ -175,28 +180,16 @@ impl<T: ZeroIsValid> Table<T> {
     /// `len` elements of zero bytes.
     ///
     /// # Errors
-    /// `ENOMEM`.
+    /// As [`Reserved::new`].
     pub fn zeroed(len: usize) -> io::Result<Self> {
         const { assert!(align_of::<T>() <= 4096) };
         let bytes = len
             .checked_mul(size_of::<T>())
             .filter(|&bytes| bytes > 0)
             .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
-        // SAFETY: a new mapping at an address of the kernel's choice.
-        let base = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                bytes,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
-                -1,
-                0,
-            )
-        };
-        if base == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
-        let base = NonNull::new(base.cast::<T>())
+        let start = reserve(bytes)?;
+        open(start, bytes, Locking::OnTouch).inspect_err(|_| unmap(start, bytes))?;
+        let base = NonNull::new(start as *mut T)
             .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
         Ok(Self { base, len, of: PhantomData })
     }

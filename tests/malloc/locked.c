@@ -1,7 +1,45 @@
-/* mlock and mlockall on managed memory, parked and not. */
+/* mlock and mlockall on managed memory, parked and not. With FUTURE in the environment the program locks
+ * all its memory before it has any that is managed. */
 #include "check.h"
 #include <sys/mman.h>
 #include <sys/resource.h>
+
+static size_t resident_bytes(void) {
+    FILE *statm = fopen("/proc/self/statm", "r");
+    CHECK(statm);
+    size_t pages;
+    CHECK(fscanf(statm, "%*u %zu", &pages) == 1);
+    fclose(statm);
+    return pages * 4096;
+}
+
+/* What is locked stays in memory, what was never touched takes none, and what is not locked any more can
+ * leave it although all of this was made under MCL_FUTURE. */
+static void future(size_t bytes) {
+    size_t before = resident_bytes();
+    CHECK(mlockall(MCL_CURRENT | MCL_FUTURE) == 0);
+    size_t with_libraries = resident_bytes();
+    unsigned char *block = need(bytes);
+    if (resident_bytes() - with_libraries > bytes / 2)
+        FAIL("malloc(%zu) took %zu bytes of memory (%zu before mlockall)", bytes,
+             resident_bytes() - with_libraries, before);
+    fill(block, bytes, 1);
+    pressure_block = need(working_set());
+    CHECK(munlock(pressure_block, working_set()) == 0);
+    push_out();
+    verify(block, bytes, 1, "locked from the start");
+    if (absent_pages(block, bytes) != 0)
+        FAIL("%zu pages of locked memory are not in memory", absent_pages(block, bytes));
+    pressure_end();
+
+    CHECK(munlockall() == 0);
+    push_out();
+    if (absent_pages(block, bytes) == 0)
+        FAIL("nothing left memory after munlockall");
+    verify(block, bytes, 1, "unlocked");
+    pressure_end();
+    free(block);
+}
 
 int main(void) {
     size_t bytes = working_set() / 8;
@@ -12,10 +50,15 @@ int main(void) {
     void *trial = mmap(NULL, 4 * bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(trial != MAP_FAILED);
     if (mlock2(trial, 4 * bytes, MLOCK_ONFAULT) != 0 && (errno == EPERM || errno == ENOMEM)) {
-        printf("ok locked: skipped, this user may not lock %zu bytes\n", 4 * bytes);
+        SKIPPED("this user may not lock %zu bytes", 4 * bytes);
         return 0;
     }
     CHECK(munmap(trial, 4 * bytes) == 0);
+    if (getenv("FUTURE")) {
+        future(bytes);
+        printf("ok locked: %zu bytes, from the start\n", bytes);
+        return 0;
+    }
     unsigned char *block = aligned_alloc(4096, bytes);
     CHECK(block);
     fill(block, bytes, 1);

@@ -5,7 +5,7 @@
 #[cfg(test)]
 mod stage;
 
-use stage::{Stage, compile, dist, root, run_within, skip, working_set};
+use stage::{Stage, compile, dist, is_root, root, run_within, skip, working_set};
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::path::PathBuf;
@@ -39,8 +39,9 @@ fn at_half_with(name: &str, settings: &[(&str, &str)], recalled_pages_min: u64, 
     let Some(stage) = Stage::new(name, working_set() / 2, flags) else { return };
     let mut command = stage.command(&program(name));
     command.envs(settings.iter().copied());
-    stage.expect_ok(&mut command);
-    stage.expect_work(recalled_pages_min);
+    if stage.expect_ok(&mut command) {
+        stage.expect_work(recalled_pages_min);
+    }
 }
 
 #[test]
@@ -126,6 +127,34 @@ fn locked_memory() {
 #[test]
 fn locked_memory_without_uffd_move() {
     at_half_with("locked", &[], 0, WITHOUT_MOVE);
+}
+
+#[test]
+fn all_memory_locked_from_the_start() {
+    at_half("locked", &[("FUTURE", "1")], recalls_min());
+}
+
+#[test]
+fn all_memory_locked_from_the_start_without_uffd_move() {
+    at_half_with("locked", &[("FUTURE", "1")], recalls_min(), WITHOUT_MOVE);
+}
+
+/// A program whose user may lock nothing cannot test locks: it must not end as if it had.
+#[test]
+fn a_program_that_skips_says_so() {
+    let flags = [OsStr::new("-std=gnu11")];
+    let locked = compile("cc", &[source("locked.c")], "malloc-locked-not", &flags);
+    let mut command = Command::new("prlimit");
+    if is_root() {
+        command = Command::new("setpriv");
+        command.args(["--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", "prlimit"]);
+    }
+    command.arg("--memlock=0:0");
+    let output = run_within(command.arg(locked), Duration::from_secs(60)).expect("ends in time");
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(stage::skips(&said).len(), 1, "{said}");
+    assert!(!said.lines().any(|line| line.starts_with("ok ")), "{said}");
 }
 
 #[test]
