@@ -3,13 +3,14 @@
 
 use crate::client::{Client, Region};
 use crate::link::{Config, DEFAULT_SOCKET};
+use crate::preloaded::Preloaded;
 use crate::space;
 use crate::status::{self, Error, Result, Status};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use tiermgr_wire::hello::Class;
-use tiermgr_wire::request::{Advice, Kind};
+use tiermgr_wire::request::Kind;
 
 const OK: c_int = 0;
 /// Longest name that lists show.
@@ -468,18 +469,10 @@ pub unsafe extern "C" fn tiermgr_advise(
         // SAFETY: by contract.
         let client = unsafe { client_of(client) }?;
         let (start, len) = range_of(address, bytes)?;
-        let advice = match advice {
-            0 => Advice::Normal,
-            1 => Advice::WillNeed,
-            2 => Advice::Cold,
-            3 => Advice::Sequential,
-            4 => Advice::Random,
-            5 => Advice::Cyclic,
-            6 => Advice::ReadMostly,
-            7 => return client.discard_range(start, len),
-            _ => return Err(null("no such tiermgr_advice")),
-        };
-        client.advise(start, len, advice)
+        match Preloaded::of_range(start) {
+            Some(preloaded) => preloaded.advise(start, len, advice),
+            None => client.advise(start, len, advice),
+        }
     })
 }
 
@@ -497,7 +490,10 @@ pub unsafe extern "C" fn tiermgr_prefetch(
         // SAFETY: by contract.
         let client = unsafe { client_of(client) }?;
         let (start, len) = range_of(address, bytes)?;
-        client.prefetch(start, len)
+        match Preloaded::of_range(start) {
+            Some(preloaded) => preloaded.prefetch(start, len),
+            None => client.prefetch(start, len),
+        }
     })
 }
 
@@ -519,7 +515,10 @@ pub unsafe extern "C" fn tiermgr_pin(
             return Err(null("the result pointer is NULL"));
         }
         let (start, len) = range_of(address, bytes)?;
-        let lease = client.pin(start, len)?;
+        let lease = match Preloaded::of_range(start) {
+            Some(preloaded) => preloaded.pin(start, len),
+            None => client.pin(start, len),
+        }?;
         // SAFETY: not null, and writable by contract.
         unsafe { lease_out.write(lease) };
         Ok(())
@@ -532,8 +531,14 @@ pub unsafe extern "C" fn tiermgr_pin(
 /// As the header says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tiermgr_unpin(client: *mut Client, lease: u64) -> c_int {
-    // SAFETY: by contract.
-    call(|| unsafe { client_of(client) }?.unpin(lease))
+    call(|| {
+        // SAFETY: by contract.
+        let client = unsafe { client_of(client) }?;
+        match Preloaded::of_lease(lease) {
+            Some(preloaded) => preloaded.unpin(lease),
+            None => client.unpin(lease),
+        }
+    })
 }
 
 /// Where a range is.
@@ -551,7 +556,10 @@ pub unsafe extern "C" fn tiermgr_residency_query(
         // SAFETY: by contract.
         let client = unsafe { client_of(client) }?;
         let (start, len) = range_of(address, bytes)?;
-        let found = client.residency(start, len)?;
+        let found = match Preloaded::of_range(start) {
+            Some(preloaded) => preloaded.residency(start, len),
+            None => client.residency(start, len),
+        }?;
         let value = Residency {
             size: 0,
             reserved: 0,

@@ -46,8 +46,9 @@ impl Region {
     }
 }
 
-/// Where the bytes of a range are.
+/// Where the bytes of a range are. Also a part of [`crate::preloaded::Table`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
 pub struct Residency {
     /// In memory.
     pub resident_bytes: u64,
@@ -226,11 +227,22 @@ impl Client {
         &self.heap
     }
 
-    /// Tells how a range will be used.
+    /// Tells how a range will be used. `advice` is a `tiermgr_advice` of the C header.
     ///
     /// # Errors
-    /// `NotManaged`, `ConnectionLost`.
-    pub fn advise(&self, start: usize, len: usize, advice: Advice) -> Result<()> {
+    /// `InvalidArgument` for another number; else as [`Self::discard_range`].
+    pub fn advise(&self, start: usize, len: usize, advice: i32) -> Result<()> {
+        let advice = match advice {
+            0 => Advice::Normal,
+            1 => Advice::WillNeed,
+            2 => Advice::Cold,
+            3 => Advice::Sequential,
+            4 => Advice::Random,
+            5 => Advice::Cyclic,
+            6 => Advice::ReadMostly,
+            7 => return self.discard_range(start, len),
+            _ => return Err(Error::new(Status::InvalidArgument, "no such tiermgr_advice")),
+        };
         self.ask_done(&ToDaemon::Advise { start: start as u64, len: len as u64, advice })
     }
 

@@ -35,12 +35,23 @@ pub fn install() -> Result<()> {
     if INSTALLED.swap(true, Ordering::AcqRel) {
         return Ok(());
     }
-    // SAFETY: the handlers are functions of this library, which glibc forgets when it is unloaded.
+    call_around(prepare, parent, child).inspect_err(|_| INSTALLED.store(false, Ordering::Release))
+}
+
+/// Has functions of this library called around every fork: before it, and after it in parent and child.
+///
+/// # Errors
+/// `NoMemory`.
+pub fn call_around(
+    prepare: extern "C" fn(),
+    parent: extern "C" fn(),
+    child: extern "C" fn(),
+) -> Result<()> {
+    // SAFETY: the functions stay: glibc forgets handlers of a library when it unloads it.
     let outcome = unsafe { pthread_atfork(Some(prepare), Some(parent), Some(child)) };
     if outcome == 0 {
         return Ok(());
     }
-    INSTALLED.store(false, Ordering::Release);
     Err(Error::new(Status::NoMemory, "the C library has no room for a fork handler"))
 }
 

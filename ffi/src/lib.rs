@@ -2,7 +2,8 @@
 //!
 //! Two libraries are made of this: `libtiermgr` with the C ABI of `include/tiermgr.h` (`capi`,
 //! behind the feature of that name), and `libtiermgr_preload`, which puts malloc on top. Both may
-//! live in one process; each is then a client of its own.
+//! live in one process; each is then a client of its own, and what the program asks the first about
+//! memory of the second is passed on ([`preloaded`]).
 //!
 //! From the bottom up: [`space`] reserves address ranges, [`arena`] and [`arenas`] cut them into
 //! blocks, [`heap`] grows and trims arenas, [`link`](mod@link) talks with the daemon, [`client`] joins the two,
@@ -18,5 +19,6 @@ pub mod fork;
 pub mod heap;
 pub mod link;
 pub mod lock;
+pub mod preloaded;
 pub mod space;
 pub mod status;

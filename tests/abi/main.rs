@@ -84,6 +84,15 @@ fn addresses_are_reused_while_the_helper_is_late_without_uffd_move() {
 }
 
 #[test]
+fn memory_from_malloc_can_be_pinned_where_it_is_managed() {
+    let Some(stage) = Stage::new("abi-preloaded", working_set() / 2, &[]) else { return };
+    let program = program("cc", "-std=gnu11", "preloaded.c", false);
+    if stage.expect_ok(&mut stage.command(&program)) {
+        stage.expect_work(0);
+    }
+}
+
+#[test]
 fn without_a_daemon_the_error_tells_what_to_do() {
     if !dist("lib/libtiermgr.so").exists() {
         return skip("dist/lib/libtiermgr.so is not built; run scripts/build");

@@ -170,6 +170,30 @@ print(tiermgr.stats().poisoned_pages, int(array.sum()))
     assert done.stdout == "0 1000000\n", done.stderr
 
 
+def test_arrays_from_malloc_under_the_preload_library(daemon, built):
+    program = """
+import numpy, tiermgr
+array = numpy.arange(8 << 20, dtype="uint64")
+part = array[: 1 << 20]
+with tiermgr.pin(part):
+    assert tiermgr.residency(part).parked_bytes == 0
+tiermgr.advise(array, "cold")
+tiermgr.prefetch(array[:1000])
+print(int(array[-1]))
+"""
+    environment = {**os.environ, "TIERMGR_SOCKET": daemon, "TIERMGR_REQUIRE": "1"}
+    environment["PYTHONPATH"] = str(ROOT / "ffi" / "python")
+    environment["LD_PRELOAD"] = str(built / "lib" / "libtiermgr_preload.so")
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == f"{(8 << 20) - 1}\n", done.stderr
+
+
 def test_a_library_that_is_not_there_is_an_import_error():
     environment = {**os.environ, "TIERMGR_LIBRARY": "/nonexistent.so"}
     environment["PYTHONPATH"] = str(ROOT / "ffi" / "python")

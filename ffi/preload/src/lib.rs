@@ -16,6 +16,9 @@
 //! is inside the client already is sent there too. Small requests touch no lock and no thread-local
 //! storage of ours, whose set-up could allocate.
 //!
+//! A program may also use libtiermgr, from C or from Python. What it asks there about memory that malloc
+//! gave it comes here (`answers`): it can pin it, prefetch it and give advice as for its own regions.
+//!
 //! `close` and its kin are interposed as well (`descriptors`): a program that closes all descriptors
 //! it does not know must not cut us off.
 //!
@@ -28,6 +31,7 @@
 //! | `TIERMGR_DISABLE` | `1`: this library does nothing |
 //! | `TIERMGR_LOG` | `off`, `warn` (the default) or `info`: lines on standard error |
 
+mod answers;
 mod bootstrap;
 mod descriptors;
 mod errno;

@@ -44,17 +44,20 @@ pub(crate) fn may_stay(bytes: usize) -> bool {
     bytes >= MIN_SIZE.load(Ordering::Relaxed) / 2
 }
 
+/// The client, once there is one.
+pub(crate) fn client() -> Option<&'static Client> {
+    // SAFETY: the client, once published, is never freed.
+    unsafe { CLIENT.load(Ordering::Acquire).as_ref() }
+}
+
 /// The client in whose arenas an address lies.
 pub(crate) fn owner(address: usize) -> Option<&'static Client> {
-    // SAFETY: the client, once published, is never freed.
-    let client = unsafe { CLIENT.load(Ordering::Acquire).as_ref() }?;
-    client.heap().owns(address).then_some(client)
+    client().filter(|client| client.heap().owns(address))
 }
 
 /// Serves a large request.
 pub(crate) fn allocate(bytes: usize, align: usize) -> Outcome {
-    // SAFETY: the client, once published, is never freed.
-    let client = match unsafe { CLIENT.load(Ordering::Acquire).as_ref() } {
+    let client = match client() {
         Some(client) => client,
         None => match connect() {
             Ok(client) => client,
@@ -98,8 +101,7 @@ fn report(text: std::fmt::Arguments<'_>) {
 fn connect() -> Result<&'static Client, Outcome> {
     // A thread that is inside already allocates for the connection itself.
     let mut waiting = WAITING.enter().ok_or(Outcome::Libc)?;
-    // SAFETY: the client, once published, is never freed.
-    if let Some(client) = unsafe { CLIENT.load(Ordering::Acquire).as_ref() } {
+    if let Some(client) = client() {
         return Ok(client);
     }
     let Some(Settings { config, min_size, .. }) = waiting.take() else {
@@ -129,14 +131,6 @@ fn connect() -> Result<&'static Client, Outcome> {
     }
 }
 
-unsafe extern "C" {
-    fn pthread_atfork(
-        prepare: Option<extern "C" fn()>,
-        parent: Option<extern "C" fn()>,
-        child: Option<extern "C" fn()>,
-    ) -> libc::c_int;
-}
-
 static HELD: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn before_fork() {
@@ -157,10 +151,8 @@ extern "C" fn start() {
         log::warn(format_args!("{error}; all memory comes from libc"));
         return;
     }
-    // SAFETY: the handlers are functions of this library, which is never unloaded.
-    let outcome = unsafe { pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork)) };
-    if outcome != 0 {
-        log::warn(format_args!("no room for a fork handler; all memory comes from libc"));
+    if let Err(error) = fork::call_around(before_fork, after_fork, after_fork) {
+        log::warn(format_args!("{error}; all memory comes from libc"));
         return;
     }
     REQUIRE.store(settings.require, Ordering::Relaxed);
