@@ -6,15 +6,22 @@
  *
  * For every function below:
  *  - sizes are bytes; an address or a length given to a range function must be a multiple of
- *    tiermgr_page_size() and the range must lie inside one region or one allocation;
+ *    tiermgr_page_size() and the range must lie inside one region or one allocation. With
+ *    libtiermgr_preload.so in the process an allocation may also be one that malloc manages;
  *  - the result is TIERMGR_OK or a negative tiermgr_status, and out-parameters are written only on
  *    TIERMGR_OK; after a failure tiermgr_last_error() tells the cause and the next step in words;
  *  - any thread may call at any time, also with the same client; calls of one client are answered
- *    one after the other;
+ *    one after the other, so that each waits for those before it, a tiermgr_pin among them.
+ *    tiermgr_free does not: see there;
  *  - a call that asks the daemon waits for its answer, normally some tens of microseconds. While the
  *    daemon restarts it waits up to two seconds and then gives TIERMGR_E_CONNECTION_LOST. A call that
- *    the daemon died over gives it at once where carrying it out twice could do harm. Only
- *    tiermgr_pin waits for a device;
+ *    the daemon died over gives it at once where carrying it out twice could do harm. Those that may
+ *    wait for a device say so: where it does not answer, tiermgr_pin gives up after ten minutes and
+ *    the others after one, with TIERMGR_E_INTERNAL;
+ *  - besides what a function lists, each that asks the daemon may give CONNECTION_LOST,
+ *    SHUTTING_DOWN, INTERNAL, PROTOCOL and SYSTEM;
+ *  - after CONNECTION_LOST, SHUTTING_DOWN and INTERNAL nobody knows whether the daemon carried out
+ *    what it was asked, and it may still do so. Functions for which that matters say what holds then;
  *  - no function is async-signal-safe;
  *  - a pointer argument must not be NULL unless the function says that it may be.
  *
@@ -22,7 +29,8 @@
  * reads zeros or stale bytes.
  *
  * fork(): the child has a copy of all memory, as always. A client stays usable in the child, which
- * joins the parent's family: they share one limit. Leases are the parent's alone. vfork() and
+ * joins the parent's family: they share one limit. Leases are the parent's alone. fork() waits for
+ * calls of other threads that are under way, and up to two seconds for the daemon. vfork() and
  * posix_spawn() are not affected. The child of a raw clone() can use the memory but not the client.
  *
  * SPDX-License-Identifier: MIT OR Apache-2.0
@@ -54,7 +62,7 @@ typedef enum tiermgr_status {
 
     /* Told by the daemon. */
     TIERMGR_E_INVALID_ARGUMENT = -1, /* an argument is wrong */
-    TIERMGR_E_NOT_MANAGED = -2,      /* the range is not in a region or allocation of this client */
+    TIERMGR_E_NOT_MANAGED = -2,      /* the range is not in one region or allocation of this client */
     TIERMGR_E_NO_ROOM = -3,          /* a limit is reached, or no tier has room */
     TIERMGR_E_NOT_PERMITTED = -4,    /* the caller may not do this */
     TIERMGR_E_UNSUPPORTED = -5,      /* this daemon or this kernel cannot do it */
@@ -62,7 +70,7 @@ typedef enum tiermgr_status {
     TIERMGR_E_PROTOCOL = -7,         /* library and daemon misunderstood each other */
     TIERMGR_E_DATA_LOST = -8,        /* a device failed and bytes of the range were lost */
     TIERMGR_E_SHUTTING_DOWN = -9,    /* the daemon is ending */
-    TIERMGR_E_INTERNAL = -10,        /* a defect; the log of the daemon tells more */
+    TIERMGR_E_INTERNAL = -10,        /* no answer in time, or a defect; the daemon's log tells more */
 
     /* Found out by the library. */
     TIERMGR_E_NO_DAEMON = -32,       /* nobody listens on the socket */
@@ -107,16 +115,18 @@ typedef struct tiermgr_client_options {
 
 /* Connects this process to the daemon. Starts one small process, "tiermgr-helper", which ends with
  * this one and which wait() never sees. `options` may be NULL.
- * blocks: until the daemon has answered.
- * errors: NO_DAEMON, VERSION, NOT_PERMITTED, NO_ROOM, TOO_MANY_CLIENTS, SYSTEM, NO_MEMORY. */
+ * blocks: until the daemon has answered, at most some ten seconds.
+ * errors: INVALID_ARGUMENT (a bad option), UNSUPPORTED (an option of a later version, or this
+ * machine), NO_DAEMON, VERSION, NOT_PERMITTED, NO_ROOM, TOO_MANY_CLIENTS, NO_MEMORY. */
 TIERMGR_API tiermgr_status tiermgr_connect(const tiermgr_client_options *options,
                                            tiermgr_client **client_out);
 
 /* Ends the connection. All regions and allocations of the client are freed with their bytes: no
  * pointer into them and no handle of them may be used any more, nor the client. Other threads must
  * have left the library. `client` may be NULL: nothing happens.
- * errors: CONNECTION_LOST (the connection has ended all the same; the memory stays reserved until
- * the process ends, because nobody can confirm that nothing of it is still in motion). */
+ * blocks: until the device has done what it began for this memory.
+ * errors: those of every function. After each the connection has ended all the same; memory stays
+ * reserved until the process ends where nobody confirmed that nothing of it is still in motion. */
 TIERMGR_API tiermgr_status tiermgr_disconnect(tiermgr_client *client);
 
 /* ---- regions ------------------------------------------------------------------------------- */
@@ -142,21 +152,24 @@ typedef enum tiermgr_kind {
 typedef struct tiermgr_region_options {
     uint32_t size;    /* sizeof(tiermgr_region_options) as the caller was compiled */
     uint32_t backing; /* a tiermgr_backing */
-    uint32_t class_;  /* a tiermgr_class; a class other than the client's: UNSUPPORTED */
+    uint32_t class_;  /* a tiermgr_class; one other than the client's: UNSUPPORTED */
     uint32_t kind;    /* a tiermgr_kind */
     const char *name; /* shown in lists, at most 64 bytes; may be NULL */
 } tiermgr_region_options;
 
 /* Makes a region of at least `bytes`, rounded up to 2 MiB, zeroed, aligned to 2 MiB. It costs
  * address space only, until it is touched. `options` may be NULL.
- * errors: INVALID_ARGUMENT (size 0), NO_ROOM, UNSUPPORTED, NO_MEMORY, CONNECTION_LOST. */
+ * errors: INVALID_ARGUMENT (size 0, a bad option), UNSUPPORTED (an option, see there), NO_ROOM,
+ * NO_MEMORY (no address space). Without an answer the range stays reserved for a later call. */
 TIERMGR_API tiermgr_status tiermgr_region_create(tiermgr_client *client, size_t bytes,
                                                  const tiermgr_region_options *options,
                                                  tiermgr_region **region_out);
 
-/* Frees a region and its bytes. The addresses become invalid, and so does the handle. `region` may be
- * NULL: nothing happens.
- * errors: CONNECTION_LOST (the region is as before; call again later). */
+/* Frees a region and its bytes. The addresses become invalid, and so does the handle. `region` may
+ * be NULL: nothing happens.
+ * blocks: until the device has done what it began for this memory.
+ * errors: INVALID_ARGUMENT (no region of its client). After every other error the handle stays good
+ * and the addresses reserved, but the bytes may be gone: call again later. */
 TIERMGR_API tiermgr_status tiermgr_region_destroy(tiermgr_region *region);
 
 /* First byte of the region. Asks nobody, never fails. */
@@ -170,7 +183,7 @@ TIERMGR_API size_t tiermgr_region_bytes(const tiermgr_region *region);
 /* Allocates `bytes`, rounded up to whole pages, in an arena of the client. For blocks from some
  * hundred kilobytes up; contents are undefined. `alignment` is 0 (a page) or a power of two up to
  * 1 GiB. Asks the daemon only when the arenas must grow.
- * errors: INVALID_ARGUMENT (size 0, bad alignment), NO_ROOM, NO_MEMORY, CONNECTION_LOST. */
+ * errors: INVALID_ARGUMENT (size 0, bad alignment), NO_ROOM, NO_MEMORY. */
 TIERMGR_API tiermgr_status tiermgr_alloc(tiermgr_client *client, size_t bytes, size_t alignment,
                                          void **address_out);
 
@@ -179,7 +192,11 @@ TIERMGR_API tiermgr_status tiermgr_alloc_zeroed(tiermgr_client *client, size_t b
                                                 size_t alignment, void **address_out);
 
 /* Frees an allocation. `address` may be NULL: nothing happens. Freed bytes are kept for the next
- * allocation up to a limit; beyond it the daemon is told to forget them.
+ * allocation up to a limit; beyond it the daemon is told to forget them, and until it has confirmed
+ * that they are given to nobody.
+ * blocks: a quarter of a second where the daemon waits for a device, once for each such wait; up to
+ * two seconds, at most every twenty, in a forked child that the daemon has not served yet. Never
+ * for calls of other threads.
  * errors: INVALID_ARGUMENT (not the address of a live allocation of this client). */
 TIERMGR_API tiermgr_status tiermgr_free(tiermgr_client *client, void *address);
 
@@ -197,24 +214,30 @@ typedef enum tiermgr_advice {
 } tiermgr_advice;
 
 /* Tells how a range will be used. Changes no byte, DONTNEED apart.
- * errors: INVALID_ARGUMENT, NOT_MANAGED, CONNECTION_LOST. */
+ * blocks: for DONTNEED until the device has done what it began for this memory.
+ * errors: INVALID_ARGUMENT, NOT_MANAGED; for DONTNEED also UNSUPPORTED (nobody can drop the bytes,
+ * because the range is locked with mlock or the helper of this process has ended: overwrite them).
+ * After an error of DONTNEED each page is as before or reads as zeros. After CONNECTION_LOST,
+ * SHUTTING_DOWN and INTERNAL pages may be dropped at any later time: write nothing there until
+ * another DONTNEED of the same range has succeeded. To free the allocation or region is safe. */
 TIERMGR_API tiermgr_status tiermgr_advise(tiermgr_client *client, void *address, size_t bytes,
                                           tiermgr_advice advice);
 
 /* Starts to bring a range in and returns without waiting for it.
- * errors: INVALID_ARGUMENT, NOT_MANAGED, CONNECTION_LOST. */
+ * errors: INVALID_ARGUMENT, NOT_MANAGED. */
 TIERMGR_API tiermgr_status tiermgr_prefetch(tiermgr_client *client, void *address, size_t bytes);
 
 /* Brings a range in and holds it in memory until the lease ends: for DMA, vmsplice, GPU kernels,
- * stacks. The lease ends with tiermgr_unpin, with the client, or with the process.
- * blocks: until all of the range is in memory.
- * errors: INVALID_ARGUMENT, NOT_MANAGED, NO_ROOM (more than may be held), DATA_LOST,
- * CONNECTION_LOST. */
+ * stacks. The lease ends with tiermgr_unpin, with the client, or with the process; one of memory that
+ * malloc manages does not end with the client.
+ * blocks: until all of the range is in memory, ten minutes at most.
+ * errors: INVALID_ARGUMENT, NOT_MANAGED, NO_ROOM (more than may be held), DATA_LOST. Without an
+ * answer the range may be held until the process ends. */
 TIERMGR_API tiermgr_status tiermgr_pin(tiermgr_client *client, void *address, size_t bytes,
                                        uint64_t *lease_out);
 
 /* Ends a lease.
- * errors: INVALID_ARGUMENT (no such lease), CONNECTION_LOST. */
+ * errors: INVALID_ARGUMENT (no such lease). */
 TIERMGR_API tiermgr_status tiermgr_unpin(tiermgr_client *client, uint64_t lease);
 
 /* Where the bytes of a range are. The members after size add up to the length of the range. */
@@ -229,14 +252,14 @@ typedef struct tiermgr_residency {
 } tiermgr_residency;
 
 /* A snapshot; it may be out of date when the call returns.
- * errors: INVALID_ARGUMENT, NOT_MANAGED, CONNECTION_LOST. */
+ * errors: INVALID_ARGUMENT, NOT_MANAGED. */
 TIERMGR_API tiermgr_status tiermgr_residency_query(tiermgr_client *client, const void *address,
                                                    size_t bytes, tiermgr_residency *residency);
 
 /* ---- statistics ---------------------------------------------------------------------------- */
 
-/* Counters of the client and its forked descendants together. Those named *_now_bytes go up and down,
- * the others only grow. */
+/* Counters of the client and its forked descendants together; not of what malloc manages, which is
+ * another client. Those named *_now_bytes go up and down, the others only grow. */
 typedef struct tiermgr_statistics {
     uint32_t size;               /* in: sizeof(tiermgr_statistics) as the caller was compiled */
     uint32_t reserved;
@@ -260,7 +283,7 @@ typedef struct tiermgr_statistics {
     uint64_t pinned_now_bytes;   /* held by leases */
 } tiermgr_statistics;
 
-/* errors: INVALID_ARGUMENT, CONNECTION_LOST. */
+/* errors: INVALID_ARGUMENT. */
 TIERMGR_API tiermgr_status tiermgr_statistics_query(tiermgr_client *client,
                                                     tiermgr_statistics *statistics);
 

@@ -29,7 +29,7 @@ pub enum Status {
     DataLost = -8,
     /// The daemon is ending.
     ShuttingDown = -9,
-    /// A defect.
+    /// No answer in time, or a defect.
     Internal = -10,
     /// Nobody listens on the socket.
     NoDaemon = -32,

@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <tiermgr.h>
 #include <unistd.h>
@@ -164,6 +165,19 @@ static void regions(size_t bytes) {
     for (size_t i = 0; i < (2 << 20) / 8; i++)
         CHECK(words[(2 << 20) / 8 + i] == 0);
     verify(words, 2 << 20, 1);
+
+    /* Nobody drops what the program has locked. */
+    OK(tiermgr_region_create(client, 1, NULL, &second));
+    uint64_t *locked = tiermgr_region_address(second);
+    fill(locked, 64 << 10, 4);
+    CHECK(mlock(locked, 64 << 10) == 0);
+    FAILS(TIERMGR_E_UNSUPPORTED,
+          tiermgr_advise(client, locked, 64 << 10, TIERMGR_ADVICE_DONTNEED));
+    verify(locked, 64 << 10, 4);
+    CHECK(munlock(locked, 64 << 10) == 0);
+    OK(tiermgr_advise(client, locked, 64 << 10, TIERMGR_ADVICE_DONTNEED));
+    CHECK(locked[0] == 0);
+    OK(tiermgr_region_destroy(second));
 
     /* A child has the same bytes, and is a client of its own. */
     pid_t child = fork();

@@ -142,3 +142,30 @@ fn header_map_and_library_agree() {
     assert_eq!(declared, listed, "include/tiermgr.h (left) and ffi/tiermgr.map (right)");
     assert_eq!(listed, exported, "ffi/tiermgr.map (left) and libtiermgr.so (right)");
 }
+
+/// What the header lists as errors are errors that it defines, and one that every function may give is
+/// listed by none.
+#[test]
+fn the_header_lists_errors_that_exist() {
+    let header = std::fs::read_to_string(root().join("include/tiermgr.h")).expect("the header");
+    let defined: BTreeSet<&str> = header
+        .split("TIERMGR_E_")
+        .skip(1)
+        .filter_map(|part| part.split_once(" = -"))
+        .map(|(name, _)| name)
+        .filter(|name| name.chars().all(|c| c.is_ascii_uppercase() || c == '_'))
+        .collect();
+    assert_eq!(defined.len(), 15, "the header was not understood: {defined:?}");
+    let everywhere = ["CONNECTION_LOST", "SHUTTING_DOWN", "INTERNAL", "PROTOCOL", "SYSTEM"];
+    let lists: Vec<&str> = header.split("* errors: ").chain(header.split("/* errors: ")).collect();
+    assert!(lists.len() > 12);
+    for list in lists.iter().filter(|part| !part.starts_with("/* tiermgr:")) {
+        let list = list.split(['.', '/']).next().unwrap_or_default();
+        for name in list.split(|c: char| !c.is_ascii_uppercase() && c != '_') {
+            if name.len() > 4 && name != "DONTNEED" {
+                assert!(defined.contains(name), "{name} is no error: {list}");
+                assert!(!everywhere.contains(&name), "{name} may come from every function: {list}");
+            }
+        }
+    }
+}
