@@ -2,7 +2,7 @@
 //! `include/tiermgr.h`.
 
 use crate::client::{Client, Region};
-use crate::link::{Config, DEFAULT_SOCKET};
+use crate::link::{self, Config};
 use crate::preloaded::Preloaded;
 use crate::space;
 use crate::status::{self, Error, Result, Status};
@@ -176,11 +176,7 @@ unsafe fn text(text: *const c_char) -> Option<String> {
 }
 
 fn shortened(mut name: String) -> String {
-    let mut length = name.len().min(NAME_BYTES_MAX);
-    while !name.is_char_boundary(length) {
-        length -= 1;
-    }
-    name.truncate(length);
+    name.truncate(status::cut(&name, NAME_BYTES_MAX));
     name
 }
 
@@ -262,10 +258,8 @@ pub unsafe extern "C" fn tiermgr_connect(
         // SAFETY: by contract.
         let name = unsafe { text(options.name) };
         let config = Config {
-            socket: socket
-                .or_else(|| std::env::var_os("TIERMGR_SOCKET").map(PathBuf::from))
-                .unwrap_or_else(|| PathBuf::from(DEFAULT_SOCKET)),
-            name: shortened(name.unwrap_or_else(crate::link::program_name)),
+            socket: socket.unwrap_or_else(link::usual_socket),
+            name: shortened(name.unwrap_or_else(link::program_name)),
             class: class_of(options.class)?.unwrap_or_default(),
         };
         let client = Client::connect(config)?;

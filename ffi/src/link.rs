@@ -27,7 +27,7 @@ use tiermgr_wire::reply::{ErrorCode, FromDaemon};
 use tiermgr_wire::request::ToDaemon;
 
 /// Where a daemon listens if nothing else is said.
-pub const DEFAULT_SOCKET: &str = "/run/tiermgr/tiermgrd.sock";
+const DEFAULT_SOCKET: &str = "/run/tiermgr/tiermgrd.sock";
 
 /// Requests and their answers are far smaller; an error's text is cut off by the daemon before this.
 const PACKET_BYTES: usize = 8 << 10;
@@ -56,6 +56,12 @@ pub struct Config {
     pub name: String,
     /// Who gives way.
     pub class: Class,
+}
+
+/// Where the environment says that the daemon listens, else where it does if nothing is said.
+#[must_use]
+pub fn usual_socket() -> PathBuf {
+    std::env::var_os("TIERMGR_SOCKET").map_or_else(|| PathBuf::from(DEFAULT_SOCKET), PathBuf::from)
 }
 
 /// The name of this program, as the kernel knows it.

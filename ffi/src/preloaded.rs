@@ -7,7 +7,7 @@
 //! this table, which begins with its size.
 
 use crate::client::Residency;
-use crate::status::{Error, Result, Status};
+use crate::status::{Error, Result, Status, cut};
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 
@@ -59,10 +59,9 @@ impl Why {
                 0
             }
             Err(error) => {
-                let text = error.message.as_bytes();
-                for (to, from) in self.0.iter_mut().zip(text.iter().take(WHY_BYTES - 1)) {
-                    *to = *from;
-                }
+                let length = cut(&error.message, WHY_BYTES - 1);
+                self.0.fill(0);
+                self.0[..length].copy_from_slice(&error.message.as_bytes()[..length]);
                 error.status.code()
             }
         }

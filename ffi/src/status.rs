@@ -137,6 +137,15 @@ impl From<WireError> for Error {
     }
 }
 
+/// How many bytes of `text` are whole characters and no more than `bytes_max`.
+pub(crate) fn cut(text: &str, bytes_max: usize) -> usize {
+    let mut length = text.len().min(bytes_max);
+    while !text.is_char_boundary(length) {
+        length -= 1;
+    }
+    length
+}
+
 const LAST_BYTES_MAX: usize = 512;
 
 thread_local! {
@@ -147,10 +156,7 @@ thread_local! {
 /// Keeps the message for [`last_error`] and gives the number for C.
 pub fn record(error: &Error) -> i32 {
     LAST.with_borrow_mut(|last| {
-        let mut length = error.message.len().min(LAST_BYTES_MAX - 1);
-        while !error.message.is_char_boundary(length) {
-            length -= 1;
-        }
+        let length = cut(&error.message, LAST_BYTES_MAX - 1);
         last.fill(0);
         for (to, from) in last.iter_mut().zip(error.message.as_bytes().iter().take(length)) {
             // A message is one C string.

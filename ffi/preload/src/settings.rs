@@ -2,8 +2,7 @@
 
 use crate::log::{self, Level};
 use std::env;
-use std::path::PathBuf;
-use tiermgr::link::{Class, Config, DEFAULT_SOCKET, program_name};
+use tiermgr::link::{Class, Config, program_name, usual_socket};
 
 /// Smallest managed size where nothing is said.
 const MIN_SIZE: usize = 128 << 10;
@@ -56,12 +55,7 @@ pub(crate) fn read() -> Option<Settings> {
     Some(Settings {
         min_size: min_size.max(MIN_SIZE_LEAST),
         require: is_on("TIERMGR_REQUIRE"),
-        config: Config {
-            socket: env::var_os("TIERMGR_SOCKET")
-                .map_or_else(|| PathBuf::from(DEFAULT_SOCKET), PathBuf::from),
-            name: program_name(),
-            class,
-        },
+        config: Config { socket: usual_socket(), name: program_name(), class },
     })
 }
 
