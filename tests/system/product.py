@@ -58,17 +58,23 @@ def counters(report):
 
 
 def compile_c(source, out, *flags):
-    """Compiles one C file where it is newer than what was made of it."""
+    """Compiles one C file where it, or a header beside it, is newer than what was made of it."""
     out = pathlib.Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     command = ["cc", "-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-o", str(out)]
     command += [str(source), "-pthread", *map(str, flags)]
     stamp = out.with_suffix(".command")
-    fresh = out.exists() and out.stat().st_mtime > pathlib.Path(source).stat().st_mtime
+    sources = [pathlib.Path(source), *pathlib.Path(source).parent.glob("*.h")]
+    fresh = out.exists() and out.stat().st_mtime > max(s.stat().st_mtime for s in sources)
     if not (fresh and stamp.exists() and stamp.read_text() == " ".join(command)):
         subprocess.run(command, check=True)
         stamp.write_text(" ".join(command))
     return out
+
+
+def library_flags():
+    """For a C program that uses the library of dist/."""
+    return [f"-I{DIST / 'include'}", f"-L{DIST / 'lib'}", f"-Wl,-rpath,{DIST / 'lib'}", "-ltiermgr"]
 
 
 @contextlib.contextmanager

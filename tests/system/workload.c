@@ -21,17 +21,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define MIB (1UL << 20)
-#define PAGE 4096UL
-#define PAGE_WORDS (PAGE / sizeof(uint64_t))
-
-static uint64_t mix(uint64_t x)
-{
-    x += 0x9e3779b97f4a7c15U;
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9U;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebU;
-    return x ^ (x >> 31);
-}
+#include "pages.h"
 
 static void *allocate(size_t bytes)
 {
@@ -44,64 +34,9 @@ static void *allocate(size_t bytes)
     return block;
 }
 
-/* What page `page` holds after `version` changes. */
-static void write_page(uint64_t *words, uint64_t page, uint64_t version)
-{
-    uint64_t seed = mix(page * 1000003 + version);
-
-    for (uint64_t i = 0; i < PAGE_WORDS; i++)
-        words[i] = seed + i;
-}
-
-static void check_page(const uint64_t *words, uint64_t page, uint64_t version, const char *who)
-{
-    uint64_t seed = mix(page * 1000003 + version);
-
-    for (uint64_t i = 0; i < PAGE_WORDS; i++) {
-        if (words[i] == seed + i)
-            continue;
-        fprintf(stderr, "%s: word %lu of page %lu (version %lu) at %p is %016lx, should be %016lx\n",
-                who, (unsigned long)i, (unsigned long)page, (unsigned long)version,
-                (const void *)&words[i], (unsigned long)words[i], (unsigned long)(seed + i));
-        exit(1);
-    }
-}
-
-struct pages {
-    uint64_t *words;
-    uint32_t *versions;
-    uint64_t count;
-};
-
 static struct pages fill(size_t mib)
 {
-    struct pages pages = {.count = mib * MIB / PAGE};
-
-    pages.words = allocate(mib * MIB);
-    pages.versions = calloc(pages.count, sizeof(*pages.versions));
-    if (pages.versions == NULL)
-        exit(1);
-    for (uint64_t page = 0; page < pages.count; page++)
-        write_page(pages.words + page * PAGE_WORDS, page, 0);
-    return pages;
-}
-
-static void check(const struct pages *pages, const char *who)
-{
-    for (uint64_t page = 0; page < pages->count; page++)
-        check_page(pages->words + page * PAGE_WORDS, page, pages->versions[page], who);
-}
-
-/* Changes one page in `every`, chosen by `seed`. */
-static void change(struct pages *pages, uint64_t seed, uint64_t every)
-{
-    for (uint64_t n = 0; n < pages->count / every; n++) {
-        uint64_t page = mix(seed + n) % pages->count;
-
-        check_page(pages->words + page * PAGE_WORDS, page, pages->versions[page], "before a change");
-        pages->versions[page]++;
-        write_page(pages->words + page * PAGE_WORDS, page, pages->versions[page]);
-    }
+    return fill_pages(allocate(mib * MIB), mib * MIB);
 }
 
 static int run_fill(size_t mib, uint64_t rounds)

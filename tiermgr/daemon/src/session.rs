@@ -34,11 +34,9 @@ use tiermgr_wire::reply::{ErrorCode, FromDaemon};
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// A peer that does not take an answer for so long is sent away.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long a freshly made helper may take to name itself.
+/// How long a helper may take to be found among the children of its program.
 const HELPER_TIMEOUT: Duration = Duration::from_secs(2);
 const HELPER_LOOK_EVERY: Duration = Duration::from_millis(2);
-/// Name that the client library gives its helper.
-const HELPER_NAME: &str = "tiermgr-helper";
 /// An executor answers anything but a pin in microseconds; a family whose address space is slow may
 /// take long.
 const ASK_TIMEOUT: Duration = Duration::from_secs(60);
@@ -293,7 +291,7 @@ impl Session<'_> {
             )
         };
         let pidfd = pidfd::open(pid).map_err(vanished)?;
-        let helper_pid = find_helper(pid)?;
+        let helper_pid = find_helper(pid, attach.helper_pid)?;
         let process = NewProcess {
             pid,
             pidfd,
@@ -526,9 +524,10 @@ fn arm_limbo(fd: OwnedFd, limbo: Span) -> Result<OwnedFd, Refused> {
     Ok(uffd.into_fd())
 }
 
-/// The helper is a child of the process: the number that the client knows may be of another pid
-/// namespace.
-fn find_helper(pid: i32) -> Result<i32, Refused> {
+/// The helper that a process names, by our number of it: the one that the client knows may be of another
+/// pid namespace. A process can have several, one for each of its connections; that this one is what it
+/// should be, the engine checks.
+fn find_helper(pid: i32, named: i32) -> Result<i32, Refused> {
     let deadline = Instant::now() + HELPER_TIMEOUT;
     loop {
         let children = pidfd::children_of(pid).map_err(|error| {
@@ -537,14 +536,15 @@ fn find_helper(pid: i32) -> Result<i32, Refused> {
         // A child may end between the two looks.
         let found = children
             .into_iter()
-            .find(|child| pidfd::comm_of(*child).is_ok_and(|name| name == HELPER_NAME));
+            .find(|child| pidfd::number_seen_by(pid, *child).is_ok_and(|seen| seen == Some(named)));
         if let Some(helper) = found {
             return Ok(helper);
         }
+        // The kernel's list of children leaves some out while others end.
         if Instant::now() >= deadline {
             return Err(Refused::closing(
                 ErrorCode::InvalidArgument,
-                format!("process {pid} has no child named {HELPER_NAME}"),
+                format!("process {pid} has no child {named} that could be its helper"),
             ));
         }
         thread::sleep(HELPER_LOOK_EVERY);

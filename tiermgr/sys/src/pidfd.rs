@@ -102,13 +102,22 @@ fn scan_children_of(pid: i32) -> io::Result<Vec<i32>> {
     Ok(children)
 }
 
-/// Name of the program, cut to 15 bytes by the kernel.
+/// The number of `pid` in the pid namespace that `viewer` lives in: what `viewer` knows it by. `None`
+/// where it has none there.
 ///
 /// # Errors
-/// `NotFound`: no such process.
-pub fn comm_of(pid: i32) -> io::Result<String> {
-    let comm = std::fs::read(format!("/proc/{pid}/comm"))?;
-    Ok(String::from_utf8_lossy(&comm).trim_end_matches('\n').to_owned())
+/// `NotFound`: one of them is no process.
+pub fn number_seen_by(viewer: i32, pid: i32) -> io::Result<Option<i32>> {
+    // One number for each namespace, from ours down to the process' own.
+    let depth = namespace_numbers(viewer)?.len();
+    let numbers = namespace_numbers(pid)?;
+    Ok(depth.checked_sub(1).and_then(|at| numbers.get(at).copied()))
+}
+
+fn namespace_numbers(pid: i32) -> io::Result<Vec<i32>> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("NSpid:")).unwrap_or("");
+    Ok(line.split_whitespace().filter_map(|number| number.parse().ok()).collect())
 }
 
 /// When the process started, in clock ticks since boot: with the pid, it names a process for good.
@@ -161,6 +170,7 @@ mod tests {
         assert!(children_of(me).expect("children").contains(&pid));
         assert!(scan_children_of(me).expect("children").contains(&pid));
         assert!(start_time(pid).expect("stat") >= start_time(me).expect("stat"));
+        assert_eq!(number_seen_by(me, pid).expect("status"), Some(pid));
         assert!(!wait(fd.as_fd(), Duration::from_millis(5)).expect("poll"));
         assert!(matches!(same_memory(me, pid), Ok(false) | Err(_)));
         send_signal(fd.as_fd(), libc::SIGKILL).expect("kill");
@@ -168,7 +178,7 @@ mod tests {
         child.wait().expect("reap");
         assert!(send_signal(fd.as_fd(), 0).is_err());
         assert!(open(pid).is_err());
-        assert_eq!(comm_of(pid).expect_err("gone").kind(), io::ErrorKind::NotFound);
+        assert_eq!(number_seen_by(me, pid).expect_err("gone").kind(), io::ErrorKind::NotFound);
     }
 
     #[test]

@@ -317,6 +317,27 @@ pub fn check_sealed(fd: BorrowedFd<'_>, len: u64) -> io::Result<()> {
     Ok(())
 }
 
+/// Which file a descriptor is open on. Two descriptors with the same id, both open, are of one file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FileId {
+    /// Device.
+    pub device: u64,
+    /// Inode on that device.
+    pub inode: u64,
+}
+
+impl FileId {
+    /// That of an open descriptor.
+    ///
+    /// # Errors
+    /// Of fstat.
+    pub fn of(fd: BorrowedFd<'_>) -> io::Result<Self> {
+        use std::os::unix::fs::MetadataExt;
+        let facts = std::fs::File::from(fd.try_clone_to_owned()?).metadata()?;
+        Ok(Self { device: facts.dev(), inode: facts.ino() })
+    }
+}
+
 /// An eventfd, non-blocking and close-on-exec.
 ///
 /// # Errors
