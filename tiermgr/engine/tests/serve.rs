@@ -441,6 +441,24 @@ fn the_numbers_of_another_descriptor_table_are_not_believed() {
     world.finish(client);
 }
 
+/// As if the helper had another ring in its place: nobody could tell what it is still to carry out.
+#[test]
+fn a_helper_without_its_ring_is_ended_at_a_restart() {
+    let Some(mut world) = World::new(32 * MIB) else { return };
+    let client = world.start("endure");
+    wait_until_parked(&world, MIB);
+    world.executor.stop(false).unwrap();
+    let (state, found) = FamilyState::load(&world.folders.state.join("family-7")).unwrap();
+    let [mut entry] = <[_; 1]>::try_from(found.procs).unwrap();
+    entry.ring_id.inode += 1;
+    state.procs.put(&entry);
+    let helper = pidfd::open(entry.helper_pid).unwrap();
+    world.restart();
+    assert!(pidfd::wait(helper.as_fd(), Duration::from_secs(5)).unwrap(), "it lives");
+    fs::write(world.folders.state.join("go"), "").unwrap();
+    world.finish(client);
+}
+
 #[test]
 fn a_family_survives_restarts_while_it_forks() {
     let Some(mut world) = World::new(32 * MIB) else { return };

@@ -15,9 +15,11 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::time::Duration;
 use tiermgr_core::units::{Addr, OpId, ProcId, Span};
 use tiermgr_sys::cgroup::MemoryGauge;
+use tiermgr_sys::helper::FD_RING;
 use tiermgr_sys::memory::Pagemap;
 use tiermgr_sys::pidfd;
 use tiermgr_sys::ring::{Command, RingOwner, RingTicket};
+use tiermgr_sys::shm::FileId;
 use tiermgr_sys::uffd::Uffd;
 
 /// A process that showed itself, with everything opened and checked that takes a path.
@@ -31,11 +33,13 @@ pub struct Prepared {
     pub(super) gauge: Option<MemoryGauge>,
     pub(super) start_time: u64,
     pub(super) helper_start_time: u64,
+    pub(super) ring_id: FileId,
 }
 
 impl Prepared {
     /// Opens what serving the process takes, and checks that the helper really lives in its address
-    /// space: what is read from the helper must never be somebody else's.
+    /// space (what is read from the helper must never be somebody else's) and serves this very ring: a
+    /// process may have several helpers, and the end of one must not pass for the end of another.
     ///
     /// # Errors
     /// [`EngineError::Attach`] where it does not, [`EngineError::Kernel`] where the kernel refuses.
@@ -62,10 +66,26 @@ impl Prepared {
         {
             return Err(refuse("the helper does not live in the memory of the process"));
         }
+        let ring_id = FileId::of(new.ring.memfd())
+            .map_err(EngineError::kernel("looking at the ring of a client"))?;
+        let held =
+            pidfd::getfd(helper_pidfd.as_fd(), FD_RING).and_then(|fd| FileId::of(fd.as_fd()));
+        if held.map_err(EngineError::kernel("looking for the ring of a helper"))? != ring_id {
+            return Err(refuse("the helper serves another ring than the one it was given"));
+        }
         let start =
             |pid| pidfd::start_time(pid).map_err(EngineError::kernel("looking at a client"));
         let (start_time, helper_start_time) = (start(new.pid)?, start(new.helper_pid)?);
-        Ok(Self { new, pagemap, memory, helper_pidfd, gauge, start_time, helper_start_time })
+        Ok(Self {
+            new,
+            pagemap,
+            memory,
+            helper_pidfd,
+            gauge,
+            start_time,
+            helper_start_time,
+            ring_id,
+        })
     }
 
     /// The process.
@@ -192,8 +212,16 @@ impl Proc {
 
     /// Adds what the process showed. Its arenas, if it brought any, have been taken out before.
     pub(super) fn attach(&mut self, prepared: Prepared) {
-        let Prepared { new, pagemap, memory, helper_pidfd, gauge, start_time, helper_start_time } =
-            prepared;
+        let Prepared {
+            new,
+            pagemap,
+            memory,
+            helper_pidfd,
+            gauge,
+            start_time,
+            helper_start_time,
+            ring_id,
+        } = prepared;
         self.entry = ProcEntry {
             pid: new.pid,
             start_time,
@@ -202,6 +230,7 @@ impl Proc {
             limbo_fd: new.limbo_fd.as_raw_fd(),
             ring_fd: new.ring.memfd().as_raw_fd(),
             ring_event_fd: new.ring.eventfd().as_raw_fd(),
+            ring_id,
             nonce_page: new.nonce_page.0,
             limbo: new.limbo,
             ..self.entry

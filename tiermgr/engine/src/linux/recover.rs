@@ -26,6 +26,7 @@ use tiermgr_sys::keeper::list_uffds;
 use tiermgr_sys::memory::Pagemap;
 use tiermgr_sys::pidfd;
 use tiermgr_sys::ring::RingOwner;
+use tiermgr_sys::shm::FileId;
 use tiermgr_sys::uffd::Uffd;
 
 /// A helper answers within a timer tick of its own, unless somebody has stopped it.
@@ -122,11 +123,8 @@ impl LinuxHost {
                     helper = attached.helper_pid,
                     "a helper does not answer; ending it: memory of its program moves no more"
                 );
-                attached.kill_helper();
-                if let Some(helper) = &attached.helper_pidfd
-                    && !matches!(pidfd::wait(helper.as_fd(), EPOCH_TIMEOUT), Ok(true))
-                {
-                    tracing::error!(helper = attached.helper_pid, "a helper does not end");
+                if let Some(helper) = &attached.helper_pidfd {
+                    end_helper(helper, attached.helper_pid);
                 }
                 attached.helper_alive = false;
             }
@@ -204,8 +202,15 @@ fn look_at(entry: &ProcEntry, open: &BTreeSet<RawFd>) -> io::Result<Option<Attac
         // Nothing reads limbo any more, and nobody is left who could move anything.
         (None, None) => return Ok(None),
     };
-    // A helper whose ring cannot be had would go on with what it was told by an earlier daemon.
-    let ring = helper.as_ref().map(fetch_ring).transpose()?;
+    let ring = match &helper {
+        Some(helper) => fetch_ring(helper, entry.ring_id)?,
+        None => None,
+    };
+    if let (Some(helper), None) = (&helper, &ring) {
+        // It would go on with what it was told by an earlier daemon, and nobody could tell.
+        tracing::error!(helper = entry.helper_pid, "a helper has given its ring away; ending it");
+        end_helper(helper, entry.helper_pid);
+    }
     let helper_alive = ring.is_some();
     Ok(Some(Attached {
         pidfd: process.filter(|_| is_program),
@@ -261,13 +266,29 @@ fn fetch_uffd(helper: &OwnedFd, number: RawFd) -> Result<Option<Uffd>, EngineErr
     }
 }
 
-/// The ring of a helper, in a new epoch.
-fn fetch_ring(helper: &OwnedFd) -> io::Result<RingOwner> {
-    let memfd = pidfd::getfd(helper.as_fd(), FD_RING)?;
-    let event = pidfd::getfd(helper.as_fd(), FD_EVENT)?;
+/// Kills a helper and waits until nothing of it runs.
+fn end_helper(helper: &OwnedFd, pid: i32) {
+    if let Err(error) = pidfd::send_signal(helper.as_fd(), libc::SIGKILL) {
+        tracing::error!(%error, helper = pid, "ending a helper");
+    }
+    if !matches!(pidfd::wait(helper.as_fd(), EPOCH_TIMEOUT), Ok(true)) {
+        tracing::error!(helper = pid, "a helper does not end");
+    }
+}
+
+/// The ring of a helper, in a new epoch; `None` where it is not the one that the helper was attached with.
+fn fetch_ring(helper: &OwnedFd, id: FileId) -> io::Result<Option<RingOwner>> {
+    let fetch = |number| match pidfd::getfd(helper.as_fd(), number) {
+        Err(error) if error.raw_os_error() == Some(libc::EBADF) => Ok(None),
+        found => found.map(Some),
+    };
+    let (Some(memfd), Some(event)) = (fetch(FD_RING)?, fetch(FD_EVENT)?) else { return Ok(None) };
+    if FileId::of(memfd.as_fd())? != id {
+        return Ok(None);
+    }
     let mut ring = RingOwner::open(memfd, event)?;
     ring.new_epoch();
-    Ok(ring)
+    Ok(Some(ring))
 }
 
 /// Takes up a userfaultfd that an earlier daemon left open.

@@ -544,3 +544,22 @@ fn a_helper_of_somebody_else_is_refused() {
     assert!(Prepared::open(new).is_err());
     world.end();
 }
+
+#[test]
+fn a_helper_that_serves_another_ring_is_refused() {
+    let Some(world) = World::new() else { return };
+    let pid = std::process::id().cast_signed();
+    let new = NewProcess {
+        pid,
+        pidfd: pidfd::open(pid).unwrap(),
+        helper_pid: world.helper.pid(),
+        arena: None,
+        limbo_fd: shm::eventfd().unwrap(),
+        limbo: Span::default(),
+        nonce_page: Addr(0),
+        ring: RingOwner::create().unwrap(),
+    };
+    let error = Prepared::open(new).unwrap_err();
+    assert!(error.to_string().contains("another ring"), "{error}");
+    world.end();
+}

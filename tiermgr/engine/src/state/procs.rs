@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tiermgr_core::limits::PROCS_MAX;
 use tiermgr_core::units::{Addr, ProcId, Span};
-use tiermgr_sys::shm::SharedFile;
+use tiermgr_sys::shm::{FileId, SharedFile};
 
 /// Bytes before the first process.
 const HEADER_BYTES: u64 = 4096;
@@ -62,6 +62,8 @@ pub struct ProcEntry {
     pub ring_fd: RawFd,
     /// The ring's eventfd.
     pub ring_event_fd: RawFd,
+    /// The ring itself, whatever number it is open under.
+    pub ring_id: FileId,
     /// The nonce page.
     pub nonce_page: u64,
     /// Limbo; empty where there is none.
@@ -208,8 +210,8 @@ fn encode(entry: &ProcEntry, number: u64) -> [u64; COPY_WORDS - 1] {
         entry.limbo.len,
         u64::from(entry.gone) | u64::from(entry.born) << 1,
         entry.table,
-        0,
-        0,
+        entry.ring_id.device,
+        entry.ring_id.inode,
         0,
     ]
 }
@@ -229,7 +231,9 @@ fn decode(words: &[AtomicU64]) -> Option<(ProcEntry, u64)> {
         limbo_len,
         flags,
         table,
-        ..,
+        device,
+        inode,
+        _,
     ] = values;
     let (proc, parent) = halves(ids);
     let (pid, helper_pid) = split_fds(pids);
@@ -246,6 +250,7 @@ fn decode(words: &[AtomicU64]) -> Option<(ProcEntry, u64)> {
         limbo_fd,
         ring_fd,
         ring_event_fd,
+        ring_id: FileId { device, inode },
         nonce_page: nonce,
         limbo: Span::new(Addr(limbo), limbo_len),
         gone: flags & 1 != 0,
@@ -272,6 +277,7 @@ mod tests {
             limbo_fd: NO_FD,
             ring_fd: 9,
             ring_event_fd: 10,
+            ring_id: FileId { device: 1, inode: u64::MAX },
             nonce_page: 0x7fff_0000,
             limbo: Span::new(Addr(1 << 40), 8 << 20),
             gone: false,
