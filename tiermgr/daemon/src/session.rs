@@ -22,6 +22,7 @@ use tiermgr_core::units::{Addr, ProcId, Span};
 use tiermgr_engine::error::EngineError;
 use tiermgr_engine::executor::NewProcess;
 use tiermgr_sys::memory::read_memory;
+use tiermgr_sys::nowait::make_nonblocking;
 use tiermgr_sys::ring::RingOwner;
 use tiermgr_sys::sock::{PeerCred, Stream};
 use tiermgr_sys::uffd::{self, Mode, Outcome, Uffd};
@@ -476,6 +477,9 @@ fn shake_hands(fd: BorrowedFd<'_>, features: u64, what: &str) -> Result<(), Refu
     if granted.features & features != features {
         return Err(wrong("lacks features that this kernel should have"));
     }
+    // The client can undo this: nothing that reads relies on it. But a poll of a descriptor that blocks
+    // is answered at once, again and again.
+    make_nonblocking(fd).map_err(|error| wrong(&format!("stays blocking: {error}")))?;
     Ok(())
 }
 

@@ -17,6 +17,7 @@ pub mod disk;
 pub mod helper;
 pub mod keeper;
 pub mod memory;
+pub mod nowait;
 pub mod pidfd;
 pub mod probe;
 pub mod process;

@@ -352,22 +352,16 @@ pub fn eventfd() -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Takes the count of an eventfd; 0 when it was not signalled.
+/// Takes the count of an eventfd; 0 when it was not signalled. Never blocks, whatever the flags of the
+/// description are.
 ///
 /// # Errors
 /// Of read, except EAGAIN.
 pub fn eventfd_drain(fd: BorrowedFd<'_>) -> io::Result<u64> {
     let mut count = [0u8; 8];
-    // SAFETY: `count` is writable for eight bytes.
-    let n = unsafe { libc::read(fd.as_raw_fd(), count.as_mut_ptr().cast(), 8) };
-    if n == 8 {
-        return Ok(u64::from_ne_bytes(count));
-    }
-    let error = io::Error::last_os_error();
-    match error.kind() {
-        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(0),
-        _ => Err(error),
-    }
+    // SAFETY: `count` is writable for eight bytes and not borrowed elsewhere.
+    let n = unsafe { crate::nowait::read_now(fd, count.as_mut_ptr(), count.len()) }?;
+    Ok(if n == count.len() { u64::from_ne_bytes(count) } else { 0 })
 }
 
 /// Signals an eventfd. A counter that is full already counts as signalled.

@@ -8,6 +8,7 @@
 //! negative results to huge lengths.
 
 use crate::abi;
+use crate::nowait;
 use crate::shm::SharedSlice;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -263,7 +264,8 @@ impl Uffd {
     }
 
     /// Takes a descriptor by its number: one that a FORK message named, or that was recorded before a
-    /// restart and survived in the shared descriptor table.
+    /// restart and survived in the shared descriptor table. Its description is made non-blocking: that of a
+    /// forked child has the flags with which the parent's was made.
     ///
     /// # Errors
     /// EBADF where the number is not open, EINVAL where it is no userfaultfd; nothing is closed then.
@@ -276,6 +278,9 @@ impl Uffd {
         if link.as_os_str() != crate::keeper::UFFD_LINK {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
+        // SAFETY: it is open, as its link was just read, and stays so: the caller promises that nobody
+        // else owns it.
+        nowait::make_nonblocking(unsafe { BorrowedFd::borrow_raw(fd) })?;
         // SAFETY: it is open, as its link was just read, and the caller promises that nobody owns it.
         Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
     }
@@ -407,7 +412,8 @@ impl Uffd {
         Outcome::from_errno(rc.err().unwrap_or(0))
     }
 
-    /// Reads messages that are there and gives their number; 0 when there are none.
+    /// Reads messages that are there and gives their number; 0 when there are none. Never blocks (before
+    /// Linux 6.10: never longer than some milliseconds), whatever the flags of the description are.
     ///
     /// A FORK message installs a descriptor in this process at this moment.
     ///
@@ -416,8 +422,8 @@ impl Uffd {
     pub fn read_messages(&self, messages: &mut [Msg]) -> io::Result<usize> {
         let len = size_of_val(messages);
         // SAFETY: `messages` is writable for `len` bytes, and any bytes make a valid `Msg`.
-        let n = unsafe { libc::read(self.0.as_raw_fd(), messages.as_mut_ptr().cast(), len) };
-        messages_read(n)
+        let n = unsafe { nowait::read_now(self.as_fd(), messages.as_mut_ptr().cast(), len) };
+        Ok(n? / abi::MSG_BYTES)
     }
 
     /// As [`Uffd::read_messages`], straight into memory that survives this process. Look at them with
@@ -429,21 +435,8 @@ impl Uffd {
         let len = buffer.len() / abi::MSG_BYTES * abi::MSG_BYTES;
         // SAFETY: `buffer` is mapped and writable for its length while it is borrowed, and only ever read
         // through atomics, so that a write by the kernel cannot be a data race with a Rust reference.
-        let n = unsafe { libc::read(self.0.as_raw_fd(), buffer.as_mut_ptr().cast(), len) };
-        messages_read(n)
-    }
-}
-
-fn messages_read(n: isize) -> io::Result<usize> {
-    match usize::try_from(n) {
-        Ok(n) => Ok(n / abi::MSG_BYTES),
-        Err(_negative) => {
-            let error = io::Error::last_os_error();
-            match error.kind() {
-                io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(0),
-                _ => Err(error),
-            }
-        }
+        let n = unsafe { nowait::read_now(self.as_fd(), buffer.as_mut_ptr().cast(), len) };
+        Ok(n? / abi::MSG_BYTES)
     }
 }
 
