@@ -39,12 +39,14 @@ use io::Io;
 use procs::Procs;
 use spin::Spin;
 use std::collections::BTreeMap;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 use tiermgr_core::effect::{Effect, Reply};
 use tiermgr_core::event::Event;
 use tiermgr_core::units::{EXTENT_BYTES, Geometry, ProcId, RequestId, Tick};
+use tiermgr_sys::nowait::make_nonblocking;
 use tiermgr_sys::probe::KernelFeatures;
 use tiermgr_sys::process::{monotonic_ns, page_size};
 use tiermgr_wire::control::FamilyStats;
@@ -259,6 +261,10 @@ impl LinuxHost {
                     if let Some(known) = self.procs.of_generation(proc, generation) {
                         known.arena_polled = false;
                         known.readable = true;
+                        // A poll of a description that the client made blocking ends at once, for ever.
+                        if let Err(error) = make_nonblocking(known.arena.as_fd()) {
+                            tracing::error!(%error, pid = known.entry.pid, "it stays blocking");
+                        }
                     }
                 }
                 Token::Ring(proc, generation) => {
