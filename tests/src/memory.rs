@@ -308,10 +308,7 @@ impl Child {
     /// # Panics
     /// When it is no child any more.
     pub fn wait(self) -> i32 {
-        match tiermgr_sys::keeper::wait_for(self.pid).expect("a child") {
-            tiermgr_sys::keeper::Ended::Exit(status) => status,
-            tiermgr_sys::keeper::Ended::Signal(signal) => 128 + signal,
-        }
+        wait_for(self.pid)
     }
 
     /// Kills it at once.
@@ -319,6 +316,24 @@ impl Child {
         // SAFETY: kill takes integers; the child was not waited for, so its number is its own.
         unsafe { libc::kill(self.pid, libc::SIGKILL) };
     }
+}
+
+/// Waits until a child has ended, and gives its exit status, or 128 + signal.
+///
+/// # Panics
+/// When it is no child, or was waited for before.
+pub fn wait_for(child: i32) -> i32 {
+    let mut status = 0;
+    loop {
+        // SAFETY: waitpid writes one int.
+        let pid = unsafe { libc::waitpid(child, &raw mut status, 0) };
+        if pid == child {
+            break;
+        }
+        let error = io::Error::last_os_error();
+        assert_eq!(error.kind(), io::ErrorKind::Interrupted, "waiting for {child}: {error}");
+    }
+    if libc::WIFSIGNALED(status) { 128 + libc::WTERMSIG(status) } else { libc::WEXITSTATUS(status) }
 }
 
 /// Forks; the child runs `body` and exits with what it gives. The child must not take a lock that another

@@ -8,6 +8,10 @@
 //! open it again) and makes a new one, which finds the userfaultfds under the same numbers.
 //! **Not here.** What a restarted daemon does with them (`families`, `engine`).
 //!
+//! **Giving up.** While it holds a userfaultfd it does not: what the kernel refuses now (memory, a process, a
+//! descriptor) is asked for again after a pause, and two descriptors are held back from the table that
+//! the serving process may fill.
+//!
 //! The keeper has one thread, holds no lock, and waits for signals with `sigwait`, which needs no
 //! descriptor.
 
@@ -18,7 +22,10 @@ use nix::unistd::{Pid, getppid};
 use std::io;
 use std::thread;
 use std::time::{Duration, Instant};
-use tiermgr_sys::keeper::{ForkResult, UFFD_LINK, clone_sharing_files, close_all_but, list_uffds};
+use tiermgr_sys::keeper::{
+    ForkResult, Spares, UFFD_LINK, clone_sharing_files, close_all_but, list_uffds,
+};
+use tiermgr_sys::process::keep_ended_children;
 
 /// A serving process that lived so long did not die of its start.
 const LIVED_LONG: Duration = Duration::from_secs(1);
@@ -63,28 +70,39 @@ pub fn signals() -> SigSet {
 /// order. The process must have no other thread.
 ///
 /// # Errors
-/// When the kernel refuses to make a process or to wait for one.
+/// When the kernel refuses to make a process, and nobody depends on what the keeper holds.
 pub fn run(mut serve: impl FnMut(Call) -> u8) -> io::Result<Outcome> {
     let signals = signals();
     signals.thread_block()?;
+    keep_ended_children()?;
     let keeper_pid = std::process::id().cast_signed();
     let maker = getppid();
+    let mut spares = Spares::default();
+    let mut held = 0;
     let mut deaths_in_a_row = 0;
     let mut restarts = 0;
     loop {
         let began = Instant::now();
+        if let Err(error) = spares.refill() {
+            tracing::warn!(%error, "the keeper has no spare descriptors");
+        }
         // Once it has gone, our parent is another process.
         let maker_pid = (getppid() == maker).then_some(maker.as_raw());
-        let child = match clone_sharing_files()? {
+        let made = insist(held > 0, &mut spares, "making a serving process", clone_sharing_files);
+        let child = match made? {
             ForkResult::Child => {
                 let call = Call { keeper_pid, restarts, maker_pid };
                 return Ok(Outcome::Served(serve(call)));
             }
             ForkResult::Parent { child } => Pid::from_raw(child),
         };
-        let end = wait_and_forward(&signals, child)?;
-        close_all_but(|_, link| link == UFFD_LINK)?;
-        let held = list_uffds()?.len();
+        let end = wait_and_forward(&signals, child);
+        // Whoever is dead may have left no number free, and what follows needs one.
+        spares.release();
+        held = insist(true, &mut spares, "looking at the descriptors", || {
+            close_all_but(|_, link| link == UFFD_LINK)?;
+            Ok(list_uffds()?.len())
+        })?;
         if let WaitStatus::Exited(_, code) = end {
             let code = u8::try_from(code).unwrap_or(exit::DIED);
             // An orderly end, or a start that cannot succeed and leaves nobody waiting.
@@ -103,6 +121,28 @@ pub fn run(mut serve: impl FnMut(Call) -> u8) -> io::Result<Outcome> {
     }
 }
 
+/// Attempts something until it works, for as long as programs depend on it (`must`); else once.
+fn insist<T>(
+    must: bool,
+    spares: &mut Spares,
+    what: &str,
+    mut attempt: impl FnMut() -> io::Result<T>,
+) -> io::Result<T> {
+    let mut failures = 1;
+    loop {
+        match attempt() {
+            Err(error) if must => {
+                tracing::error!(%error, failures, "{what}; trying again");
+                // It may have been for want of a descriptor.
+                spares.release();
+                failures += 1;
+                thread::sleep(pause_before(failures));
+            }
+            done => return done,
+        }
+    }
+}
+
 /// None before the first new attempt.
 fn pause_before(deaths_in_a_row: u32) -> Duration {
     match deaths_in_a_row {
@@ -113,17 +153,28 @@ fn pause_before(deaths_in_a_row: u32) -> Duration {
 
 /// Waits for the end of `child`. What asks the keeper to end is passed on: only the serving process
 /// knows whether it may.
-fn wait_and_forward(signals: &SigSet, child: Pid) -> io::Result<WaitStatus> {
+fn wait_and_forward(signals: &SigSet, child: Pid) -> WaitStatus {
     loop {
-        match signals.wait()? {
-            Signal::SIGCHLD => {
-                let end = waitpid(child, Some(WaitPidFlag::WNOHANG))?;
-                if matches!(end, WaitStatus::Exited(..) | WaitStatus::Signaled(..)) {
-                    return Ok(end);
+        match signals.wait() {
+            Ok(Signal::SIGCHLD) => match waitpid(child, Some(WaitPidFlag::WNOHANG)) {
+                Ok(end @ (WaitStatus::Exited(..) | WaitStatus::Signaled(..))) => return end,
+                Ok(_) => {}
+                Err(error) => {
+                    // Nobody else can have waited for it; and if it lived it would be our child.
+                    tracing::error!(%error, "waiting for the serving process");
+                    return WaitStatus::Exited(child, i32::from(exit::DIED));
+                }
+            },
+            Ok(Signal::SIGTERM | Signal::SIGINT) => {
+                if let Err(error) = kill(child, Signal::SIGTERM) {
+                    tracing::error!(%error, "passing a signal on");
                 }
             }
-            Signal::SIGTERM | Signal::SIGINT => kill(child, Signal::SIGTERM)?,
-            _ => {}
+            Ok(_) => {}
+            Err(error) => {
+                tracing::error!(%error, "waiting for signals");
+                thread::sleep(PAUSE_MAX);
+            }
         }
     }
 }
@@ -138,5 +189,17 @@ mod tests {
         assert_eq!(pause_before(2), PAUSE_FIRST);
         assert_eq!(pause_before(3), PAUSE_FIRST * 2);
         assert_eq!(pause_before(u32::MAX), PAUSE_MAX);
+    }
+
+    #[test]
+    fn what_must_be_is_attempted_until_it_works() {
+        let mut spares = Spares::default();
+        let mut left = 3;
+        let mut attempt = || {
+            left -= 1;
+            if left == 0 { Ok(left) } else { Err(io::ErrorKind::OutOfMemory.into()) }
+        };
+        assert!(insist(false, &mut spares, "once", &mut attempt).is_err());
+        assert_eq!(insist(true, &mut spares, "again", &mut attempt).unwrap(), 0);
     }
 }

@@ -8,7 +8,7 @@
 //! [`close_all_but`] and makes the next one. An exec unshares the table.
 
 use std::io;
-use std::os::fd::RawFd;
+use std::os::fd::{IntoRawFd, RawFd};
 
 /// What `/proc/PID/fd/N` of a userfaultfd points to.
 pub const UFFD_LINK: &str = "anon_inode:[userfaultfd]";
@@ -53,34 +53,36 @@ fn check_single_threaded() -> io::Result<()> {
     if threads == 1 { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::EBUSY)) }
 }
 
-/// How a child ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ended {
-    /// By itself, with this status.
-    Exit(i32),
-    /// By this signal.
-    Signal(i32),
+/// Descriptors that the keeper holds only to have room: whoever shares the table may have used up all
+/// numbers, and looking at it takes one.
+///
+/// They are closed by [`Spares::release`] and [`close_all_but`], never by dropping this, which the other side
+/// of the clone does too.
+#[derive(Debug, Default)]
+pub struct Spares {
+    fds: Vec<RawFd>,
 }
 
-/// Waits until `child` has ended.
-///
-/// # Errors
-/// ECHILD: it is no child of the caller, or was waited for before.
-pub fn wait_for(child: i32) -> io::Result<Ended> {
-    let mut status = 0;
-    loop {
-        // SAFETY: waitpid writes one int.
-        let pid = unsafe { libc::waitpid(child, &raw mut status, 0) };
-        if pid == child {
-            return Ok(if libc::WIFSIGNALED(status) {
-                Ended::Signal(libc::WTERMSIG(status))
-            } else {
-                Ended::Exit(libc::WEXITSTATUS(status))
-            });
+impl Spares {
+    /// A folder to list and one more.
+    const COUNT: usize = 2;
+
+    /// Takes what is missing. What cannot be had now may be had later.
+    ///
+    /// # Errors
+    /// EMFILE, ENFILE, ENOMEM.
+    pub fn refill(&mut self) -> io::Result<()> {
+        while self.fds.len() < Self::COUNT {
+            self.fds.push(crate::shm::eventfd()?.into_raw_fd());
         }
-        let error = io::Error::last_os_error();
-        if error.kind() != io::ErrorKind::Interrupted {
-            return Err(error);
+        Ok(())
+    }
+
+    /// Gives them up.
+    pub fn release(&mut self) {
+        for fd in self.fds.drain(..) {
+            // SAFETY: `refill` has opened it, and nothing else uses the number: it is told to nobody.
+            unsafe { libc::close(fd) };
         }
     }
 }
@@ -120,7 +122,8 @@ pub fn list_uffds() -> io::Result<Vec<RawFd>> {
 
 /// Closes every descriptor above 2 for which `keep(number, link)` says no, and gives how many that were.
 ///
-/// For a keeper whose daemon is dead. Nothing that the keeper goes on to use may own what is closed here.
+/// For a keeper whose daemon is dead. Nothing that the keeper goes on to use may own what is closed here;
+/// its [`Spares`] have been released.
 ///
 /// # Errors
 /// EBUSY: the process has more than one thread, so it is no keeper. Else of reading `/proc/self/fd`;

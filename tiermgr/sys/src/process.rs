@@ -77,19 +77,15 @@ pub fn is_root() -> bool {
     unsafe { libc::geteuid() == 0 }
 }
 
-/// The effective user.
-pub fn user_id() -> u32 {
-    // SAFETY: takes nothing and cannot fail.
-    unsafe { libc::geteuid() }
-}
-
-/// Sends `signal` to this process when the thread that made it ends.
+/// Has ended children wait to be asked for, and say so by SIGCHLD, even if whoever started us ignores that.
 ///
 /// # Errors
-/// EINVAL for no signal.
-pub fn set_parent_death_signal(signal: i32) -> io::Result<()> {
-    // SAFETY: takes integers.
-    check(unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, signal) })
+/// Of sigaction.
+pub fn keep_ended_children() -> io::Result<()> {
+    // SAFETY: all zeros are a valid sigaction: the default one, without flags, above all not SA_NOCLDWAIT.
+    let action: libc::sigaction = unsafe { std::mem::zeroed() };
+    // SAFETY: reads one sigaction, which names no handler.
+    check(unsafe { libc::sigaction(libc::SIGCHLD, &raw const action, std::ptr::null_mut()) })
 }
 
 fn check(rc: i32) -> io::Result<()> {
