@@ -16,6 +16,7 @@ pub mod daemon;
 pub mod exit;
 pub mod families;
 pub mod keeper;
+pub mod log;
 pub mod memory;
 pub mod notify;
 pub mod protocol;

@@ -10,13 +10,17 @@ use std::io::{self, Write};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, ExitCode};
+use std::time::Duration;
 use tiermgr_daemon::cli::Cli;
-use tiermgr_daemon::config::{Config, LogLevel};
+use tiermgr_daemon::config::Config;
 use tiermgr_daemon::daemon::{self, Identity, Watched};
 use tiermgr_daemon::families::chain;
 use tiermgr_daemon::keeper::{self, Call, Outcome};
-use tiermgr_daemon::{exit, notify, start};
+use tiermgr_daemon::{exit, log, notify, start};
 use tiermgr_sys::{pidfd, process};
+
+/// How long the end waits for a reader of the log.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
@@ -44,12 +48,17 @@ fn run(cli: &Cli) -> u8 {
     if let Some(error) = shed_preloads() {
         return complain(&format!("starting again without LD_PRELOAD: {error}"), exit::START);
     }
-    begin_log(config.log_level);
+    log::begin(config.log_level);
     let leavings = Leavings::expected(cli, &config);
     if let Err(error) = process::set_name("tiermgrd-keeper") {
         tracing::debug!(%error, "naming the keeper");
     }
-    match keeper::run(|call| serve(cli, &config, call)) {
+    let serve = |call| {
+        let code = serve(cli, &config, call);
+        log::flush(LAST_WORDS);
+        code
+    };
+    match keeper::run(serve) {
         Ok(Outcome::Served(code)) => code,
         Ok(Outcome::Kept(code)) => {
             leavings.remove(code);
@@ -63,6 +72,9 @@ fn run(cli: &Cli) -> u8 {
 fn serve(cli: &Cli, config: &Config, call: Call) -> u8 {
     if let Err(error) = process::set_name("tiermgrd") {
         tracing::debug!(%error, "naming the serving process");
+    }
+    if let Err(error) = log::begin_thread() {
+        tracing::warn!(%error, "starting the thread of the log");
     }
     let identity = Identity {
         keeper_pid: call.keeper_pid,
@@ -126,20 +138,6 @@ fn shed_preloads() -> Option<io::Error> {
             .env_remove("LD_PRELOAD")
             .exec()
     })
-}
-
-fn begin_log(level: LogLevel) {
-    let log = tracing_subscriber::fmt()
-        .with_max_level(level.filter())
-        .with_writer(io::stderr)
-        .with_ansi(false)
-        .with_target(false);
-    // The journal has the time already.
-    if std::env::var_os("JOURNAL_STREAM").is_some() {
-        log.without_time().init();
-    } else {
-        log.init();
-    }
 }
 
 fn tell_maker(cli: &Cli, line: &str) {

@@ -54,11 +54,15 @@ struct Daemon {
 
 impl Daemon {
     fn start(name: &str) -> Self {
+        Self::start_with(name, "error", Stdio::inherit())
+    }
+
+    fn start_with(name: &str, log_level: &str, log: Stdio) -> Self {
         let parent = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
         let dir = parent.join(format!("{name}-{}", std::process::id()));
         fs::create_dir_all(&dir).unwrap();
         let mut keeper = tiermgrd()
-            .args(["--embedded", "--dram", "64MiB", "--ready-fd", "1", "--log-level", "error"])
+            .args(["--embedded", "--dram", "64MiB", "--ready-fd", "1", "--log-level", log_level])
             .arg("--socket")
             .arg(dir.join("run/sock"))
             .arg("--state-dir")
@@ -66,6 +70,7 @@ impl Daemon {
             .arg("--store")
             .arg(format!("{}:64MiB", dir.join("store").display()))
             .stdout(Stdio::piped())
+            .stderr(log)
             .spawn()
             .unwrap();
         let mut line = String::new();
@@ -107,6 +112,25 @@ impl Daemon {
         match ask(&self.control(), ControlRequest::Status) {
             FromDaemon::Control(ControlReply::Status(status)) => *status,
             other => panic!("{other:?}"),
+        }
+    }
+
+    /// Kills the serving process, and gives the status of the one that the keeper makes.
+    fn kill_and_wait_for_the_next(&self, before: &Status) -> Status {
+        let killed = Instant::now();
+        kill(Pid::from_raw(before.daemon_pid), Signal::SIGKILL).unwrap();
+        loop {
+            // The old listener may take a last connection that nobody answers.
+            let stream = self.connect();
+            let hello = Hello { version: tiermgr_wire::VERSION, role: Role::Control };
+            let mut buffer = [0; 64];
+            let packet = tiermgr_wire::encode(&ToDaemon::Hello(hello), &mut buffer).unwrap();
+            if stream.send_with_fds(packet, &[]).is_ok()
+                && stream.recv_with_fds(&mut [0; 64]).is_ok_and(|(len, _)| len > 0)
+            {
+                return self.status();
+            }
+            assert!(killed.elapsed() < PATIENCE);
         }
     }
 
@@ -268,20 +292,7 @@ fn a_killed_daemon_is_back_within_a_second() {
         let before = daemon.status();
         assert_eq!(before.keeper_pid, daemon.keeper_pid().as_raw());
         let killed = Instant::now();
-        kill(Pid::from_raw(before.daemon_pid), Signal::SIGKILL).unwrap();
-        let after = loop {
-            // The old listener may take a last connection that nobody answers.
-            let stream = daemon.connect();
-            let hello = Hello { version: tiermgr_wire::VERSION, role: Role::Control };
-            let mut buffer = [0; 64];
-            let packet = tiermgr_wire::encode(&ToDaemon::Hello(hello), &mut buffer).unwrap();
-            if stream.send_with_fds(packet, &[]).is_ok()
-                && stream.recv_with_fds(&mut [0; 64]).is_ok_and(|(len, _)| len > 0)
-            {
-                break daemon.status();
-            }
-            assert!(killed.elapsed() < PATIENCE);
-        };
+        let after = daemon.kill_and_wait_for_the_next(&before);
         assert_ne!(after.daemon_pid, before.daemon_pid);
         assert_eq!(after.restarts, round);
         // The first new attempt comes at once; later ones pause, since the deaths come in a row.
@@ -375,4 +386,22 @@ fn hostile_packets_harm_nobody_else() {
         }
         other => panic!("{other:?}"),
     }
+}
+
+#[test]
+fn a_log_that_nobody_reads_holds_nobody_up() {
+    if !can_serve() {
+        return;
+    }
+    let (_unread, log) = std::io::pipe().unwrap();
+    let daemon = Daemon::start_with("unread-log", "debug", log.into());
+    // Each refusal is a line; a pipe holds 64 KiB.
+    for _ in 0..2000 {
+        let stream = daemon.connect();
+        stream.send_with_fds(&[0xff; 8], &[]).unwrap();
+        assert!(matches!(receive(&stream), Some(FromDaemon::Error { .. })));
+    }
+    // The keeper has something to say, too.
+    let before = daemon.status();
+    assert_eq!(daemon.kill_and_wait_for_the_next(&before).restarts, 1);
 }
