@@ -74,6 +74,8 @@ impl Cli {
             Config {
                 socket_mode: SocketMode(0o600),
                 log_level: LogLevel::Warn,
+                // It serves one command, whatever users that has programs run as.
+                families_per_uid: u32::MAX,
                 store: StoreSettings { size: StoreSize::All, ..StoreSettings::default() },
                 ..Config::default()
             }

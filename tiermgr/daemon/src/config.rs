@@ -45,6 +45,8 @@ pub struct Config {
     pub limbo: Size,
     /// Connections that one user may hold.
     pub connections_per_uid: u32,
+    /// Programs with their forked descendants that one user may have attached.
+    pub families_per_uid: u32,
     /// Least severe message that is written to the log.
     pub log_level: LogLevel,
     /// Kernel features to do without, even where the kernel has them. For tests.
@@ -75,6 +77,7 @@ impl Default for Config {
             dram: DramLimit::Percent(50),
             limbo: Size(256 << 20),
             connections_per_uid: 1024,
+            families_per_uid: 64,
             log_level: LogLevel::Info,
             assume_missing: Vec::new(),
             store: StoreSettings::default(),
@@ -193,6 +196,9 @@ impl Config {
         if self.connections_per_uid == 0 {
             return wrong("connections_per_uid", "0 would let nobody connect".into());
         }
+        if self.families_per_uid == 0 {
+            return wrong("families_per_uid", "0 would let nobody attach".into());
+        }
         Ok(())
     }
 
@@ -238,6 +244,12 @@ impl Config {
             "Connections that one user (other than root) may hold.",
             "connections_per_uid",
             self.connections_per_uid.to_string(),
+        );
+        entry(
+            "Programs, each with what it forks, that one user (other than root) may have attached. Each costs\n\
+             the daemon a thread and some 10 MiB; there is room for 512 in all.",
+            "families_per_uid",
+            self.families_per_uid.to_string(),
         );
         entry(
             "error: something asked for did not happen. warn: odd, nothing lost. info: rare, an operator\n\

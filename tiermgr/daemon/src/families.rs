@@ -46,6 +46,8 @@ pub struct Shared {
     pub limbo_bytes: u64,
     /// The descriptor table ([`ExecutorConfig::table`]).
     pub table: u64,
+    /// Families that one user may have.
+    pub families_per_uid: u32,
 }
 
 /// What is written down of a family beside the engine's files.
@@ -112,6 +114,16 @@ pub enum BeginError {
     /// There are as many as there may be.
     #[error("the daemon already serves {FAMILIES_MAX} programs")]
     TooMany,
+    /// This user has as many as one user may have.
+    #[error(
+        "user {uid} already has {max} programs attached (`families_per_uid` in the configuration)"
+    )]
+    TooManyOfUser {
+        /// Who.
+        uid: u32,
+        /// How many.
+        max: u32,
+    },
     /// What is to be written down cannot be.
     #[error("writing down the family in {}", path.display())]
     State {
@@ -139,10 +151,41 @@ pub struct Families {
 struct Inner {
     last_number: u64,
     families: BTreeMap<u64, Arc<Family>>,
+    /// Whose families are being begun, by number: they have their places already.
+    beginning: BTreeMap<u64, u32>,
     /// Counters of families that have ended.
     ended: FamilyStats,
     /// Families of an earlier daemon that could not be taken up yet.
     waiting: Vec<recover::Waiting>,
+}
+
+impl Inner {
+    /// Whether `uid` may have one more family. Root is bound by the total only: it could end the daemon.
+    fn check_room(&self, uid: u32, per_uid_max: u32) -> Result<(), BeginError> {
+        let served = self.families.values().map(|family| family.uid);
+        let waiting = self.waiting.iter().map(recover::Waiting::uid);
+        let owners = served.chain(waiting).chain(self.beginning.values().copied());
+        check_room(owners, uid, per_uid_max)
+    }
+}
+
+fn check_room(
+    owners: impl Iterator<Item = u32>,
+    uid: u32,
+    per_uid_max: u32,
+) -> Result<(), BeginError> {
+    let (mut all, mut own) = (0, 0);
+    for owner in owners {
+        all += 1;
+        own += u32::from(owner == uid);
+    }
+    if all >= FAMILIES_MAX {
+        return Err(BeginError::TooMany);
+    }
+    if uid != 0 && own >= per_uid_max {
+        return Err(BeginError::TooManyOfUser { uid, max: per_uid_max });
+    }
+    Ok(())
 }
 
 impl Families {
@@ -183,8 +226,9 @@ impl Families {
         Ok(found)
     }
 
-    /// Begins a family. The facts are written down before the executor starts, so that whatever it
-    /// leaves in the state directory has an owner.
+    /// Begins a family. Its place is taken, and the facts are written down, before the executor starts: so
+    /// no limit is passed by many at once, and whatever it leaves in the state directory has an owner.
+    /// Blocks for the milliseconds that an executor takes to start.
     ///
     /// # Errors
     /// [`BeginError`]; nothing is left behind then.
@@ -197,22 +241,25 @@ impl Families {
     ) -> Result<Arc<Family>, BeginError> {
         let facts = FamilyFacts { secret: Secret(secret), name: name.to_owned(), class, uid };
         let mut inner = self.lock();
-        if inner.families.len() >= FAMILIES_MAX {
-            return Err(BeginError::TooMany);
-        }
+        inner.check_room(uid, self.shared.families_per_uid)?;
         let number = inner.last_number + 1;
         let path = self.facts_path(number);
         write_facts(&path, &facts)
             .map_err(|source| BeginError::State { path: path.clone(), source })?;
         inner.last_number = number;
+        inner.beginning.insert(number, uid);
         drop(inner);
-        match Executor::spawn(self.executor_config(number, class)) {
+        let spawned = Executor::spawn(self.executor_config(number, class));
+        let mut inner = self.lock();
+        inner.beginning.remove(&number);
+        match spawned {
             Ok(executor) => {
                 let family = Arc::new(Family::new(number, facts, executor));
-                self.lock().families.insert(number, Arc::clone(&family));
+                inner.families.insert(number, Arc::clone(&family));
                 Ok(family)
             }
             Err(error) => {
+                drop(inner);
                 self.forget_files(number);
                 Err(error.into())
             }
@@ -229,7 +276,7 @@ impl Families {
     #[must_use]
     pub fn is_idle(&self) -> bool {
         let inner = self.lock();
-        inner.families.is_empty() && inner.waiting.is_empty()
+        inner.families.is_empty() && inner.waiting.is_empty() && inner.beginning.is_empty()
     }
 
     /// Families that are served now.
@@ -543,6 +590,18 @@ mod tests {
         let text = toml::to_string(&facts).unwrap();
         assert_eq!(toml::from_str::<FamilyFacts>(&text).unwrap(), facts);
         assert!(toml::from_str::<FamilyFacts>(&format!("{text}x = 1\n")).is_err());
+    }
+
+    #[test]
+    fn one_user_cannot_take_all_places() {
+        let full = [7, 7, 8];
+        let room = |uid, max| check_room(full.into_iter(), uid, max);
+        assert!(room(8, 2).is_ok() && room(0, 1).is_ok());
+        let refused = room(7, 2).unwrap_err();
+        assert!(matches!(refused, BeginError::TooManyOfUser { uid: 7, max: 2 }));
+        assert!(refused.to_string().contains("families_per_uid"));
+        let all = std::iter::repeat_n(0, FAMILIES_MAX);
+        assert!(matches!(check_room(all, 0, 9), Err(BeginError::TooMany)));
     }
 
     #[test]

@@ -396,7 +396,9 @@ fn internal() -> Refused {
 
 fn not_begun(error: &BeginError) -> Refused {
     match error {
-        BeginError::TooMany => Refused::closing(ErrorCode::NoRoom, error.to_string()),
+        BeginError::TooMany | BeginError::TooManyOfUser { .. } => {
+            Refused::closing(ErrorCode::NoRoom, error.to_string())
+        }
         BeginError::Engine(error) => Refused { close: true, ..engine_refusal(error) },
         BeginError::State { .. } => {
             tracing::error!(error = %chain(error), "beginning a family");

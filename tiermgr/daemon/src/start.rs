@@ -168,7 +168,15 @@ pub fn start(config: &Config, identity: Identity) -> Result<(Arc<Daemon>, Listen
     // Where pages cannot move they rest in their place, in as many chunks as limbo would have had.
     let limbo_bytes = limbo_bytes(config.limbo.0, dram_bytes);
     let families = Families::new(
-        Shared { store, room, features, state_dir: config.state_dir.clone(), limbo_bytes, table },
+        Shared {
+            store,
+            room,
+            features,
+            state_dir: config.state_dir.clone(),
+            limbo_bytes,
+            table,
+            families_per_uid: config.families_per_uid,
+        },
         own_bytes,
     );
     families.recover().map_err(|source| StartError::Folder {

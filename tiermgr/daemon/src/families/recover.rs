@@ -27,6 +27,13 @@ pub(super) struct Waiting {
     pause: Duration,
 }
 
+impl Waiting {
+    /// Of the user whose program it is.
+    pub(super) const fn uid(&self) -> u32 {
+        self.facts.uid
+    }
+}
+
 impl Families {
     /// Goes on with the families that an earlier daemon served. To be called before anything else.
     /// Blocks until no helper works for that daemon any more.
