@@ -12,6 +12,8 @@ pub const LIMBO_BLOCKS_MAX: u32 = 512;
 pub const PROCS_MAX: usize = 1024;
 /// Regions of one process.
 pub const REGIONS_MAX: usize = 4096;
+/// Leases of one process.
+pub const LEASES_MAX: usize = 4096;
 /// Records of one family: 16 TiB of managed address space.
 pub const RECORDS_MAX: u32 = 1 << 28;
 /// Large staging buffers, one chunk each: reads ahead and writes.

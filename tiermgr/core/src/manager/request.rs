@@ -8,7 +8,7 @@ use super::space::{Lease, Region};
 use super::{Manager, PendingDiscard, Proof, refuse, reply};
 use crate::effect::{Command, Effect, Refusal, Reply};
 use crate::event::{Advice, CommandOutcome, Request};
-use crate::limits::REGIONS_MAX;
+use crate::limits::{LEASES_MAX, REGIONS_MAX};
 use crate::page::{PageMask, PageState};
 use crate::record::{Records, RegionRecord};
 use crate::units::{
@@ -235,6 +235,11 @@ impl<R: Records> Manager<R> {
         let Some(index) = space.region_index(span.start) else {
             return;
         };
+        if space.leases.len() >= LEASES_MAX {
+            self.pins_waiting.remove(&request);
+            refuse(effects, request, Refusal::TooMany);
+            return;
+        }
         let region = &mut space.regions[index];
         let first = region.extent_of(span.start);
         let last = region.extent_of(Addr(span.end().0 - 1));
