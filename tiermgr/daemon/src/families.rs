@@ -10,10 +10,9 @@
 
 mod recover;
 
-use crate::memory;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -25,6 +24,7 @@ use tiermgr_engine::state::FamilyState;
 use tiermgr_engine::store::Store;
 use tiermgr_engine::wake::Wake;
 use tiermgr_sys::probe::KernelFeatures;
+use tiermgr_sys::{proc, process};
 use tiermgr_wire::control::{ClientRow, FamilyStats, RegionRow};
 use tiermgr_wire::hello::Class;
 
@@ -322,7 +322,7 @@ impl Families {
                 family.forget_gone();
             }
         }
-        if let Some(bytes) = memory::own_resident_bytes() {
+        if let Some(bytes) = own_resident_bytes() {
             // What executors stage in is theirs to account for only where the engine does it; here
             // the whole process counts once.
             self.shared.room.want(&self.own, bytes);
@@ -553,14 +553,18 @@ pub fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
+/// Bytes of this process that are in memory now, shared pages and state files included.
+#[must_use]
+pub fn own_resident_bytes() -> Option<u64> {
+    proc::status_bytes(std::process::id().cast_signed(), "VmRSS")
+}
+
 /// A number that nobody can guess.
 ///
 /// # Errors
 /// When the kernel's generator cannot be read.
 pub fn draw_secret() -> io::Result<u64> {
-    let mut bytes = [0; 8];
-    fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
-    Ok(u64::from_ne_bytes(bytes))
+    Ok(u64::from_ne_bytes(process::random_bytes()?))
 }
 
 /// `N` of `family-N` and `family-N.toml`.

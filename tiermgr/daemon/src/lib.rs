@@ -17,7 +17,6 @@ pub mod exit;
 pub mod families;
 pub mod keeper;
 pub mod log;
-pub mod memory;
 pub mod notify;
 pub mod protocol;
 pub mod session;

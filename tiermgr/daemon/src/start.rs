@@ -6,8 +6,7 @@
 use crate::admit::{Admission, CONNECTIONS_MAX};
 use crate::config::{Config, DRAM_BYTES_MIN, LIMBO_BYTES_MIN, StoreSize};
 use crate::daemon::{Daemon, Identity};
-use crate::families::{Families, Shared};
-use crate::memory;
+use crate::families::{Families, Shared, own_resident_bytes};
 use crate::size::Size;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
@@ -23,10 +22,9 @@ use tiermgr_core::units::CHUNK_BYTES;
 use tiermgr_engine::room::Room;
 use tiermgr_engine::store::{self, Store, StoreConfig};
 use tiermgr_sys::probe::{KernelFeatures, ProbeError};
-use tiermgr_sys::process;
 use tiermgr_sys::sock::Listener;
 use tiermgr_sys::uffd::{DeviceError, DeviceFd};
-use tiermgr_sys::{disk, pidfd};
+use tiermgr_sys::{disk, pidfd, proc, process};
 
 /// Each process of a family costs up to four descriptors; forks are bounded by what there is, since a
 /// FORK event that finds no free descriptor comes back for ever.
@@ -134,7 +132,7 @@ const INDISPENSABLE: [&str; 4] = ["uffd_event_fork", "uffd_sigbus", "io_uring", 
 pub fn start(config: &Config, identity: Identity) -> Result<(Arc<Daemon>, Listener), StartError> {
     let mut warnings = Vec::new();
     prepare_process(&mut warnings);
-    let machine_bytes = memory::machine_bytes().unwrap_or(u64::MAX);
+    let machine_bytes = proc::meminfo_bytes("MemTotal").unwrap_or(u64::MAX);
     let dram_bytes = config.dram.bytes(machine_bytes);
     if dram_bytes < DRAM_BYTES_MIN {
         return Err(StartError::TooLittleDram {
@@ -163,7 +161,7 @@ pub fn start(config: &Config, identity: Identity) -> Result<(Arc<Daemon>, Listen
     let store = open_store(config, identity)?;
     let table = table_of(identity.keeper_pid)
         .map_err(|error| StartError::Kernel("looking at the keeper", error))?;
-    let own_bytes = memory::own_resident_bytes().unwrap_or(0) + STAGING_BYTES;
+    let own_bytes = own_resident_bytes().unwrap_or(0) + STAGING_BYTES;
     let room = Arc::new(Room::new(dram_bytes));
     // Where pages cannot move they rest in their place, in as many chunks as limbo would have had.
     let limbo_bytes = limbo_bytes(config.limbo.0, dram_bytes);

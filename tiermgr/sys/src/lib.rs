@@ -20,6 +20,7 @@ pub mod memory;
 pub mod nowait;
 pub mod pidfd;
 pub mod probe;
+pub mod proc;
 pub mod process;
 pub mod ring;
 mod ring_helper;

@@ -63,6 +63,18 @@ pub fn raise_open_files(want: u64) -> io::Result<u64> {
     Ok(limit.rlim_cur)
 }
 
+/// Bytes that nobody can guess.
+///
+/// # Errors
+/// Of getrandom: ENOSYS, or the generator is not ready yet.
+pub fn random_bytes<const N: usize>() -> io::Result<[u8; N]> {
+    const { assert!(N <= 256, "up to here getrandom gives all or nothing") };
+    let mut bytes = [0; N];
+    // SAFETY: getrandom writes `N` bytes.
+    let n = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), N, libc::GRND_NONBLOCK) };
+    if usize::try_from(n) == Ok(N) { Ok(bytes) } else { Err(io::Error::last_os_error()) }
+}
+
 /// Nanoseconds of the monotonic clock.
 pub fn monotonic_ns() -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
