@@ -17,7 +17,15 @@ Examples:
   tiermgrctl run --dram 8G -- python3 train.py    a program in 8 GiB of DRAM, the rest on disk
   tiermgrctl status                               what the daemon has done
   tiermgrctl clients --json | jq '.[].pid'        for scripts
-  tiermgrctl doctor --nvme /dev/nvme1n1           what this machine lacks, and how to get it"
+  tiermgrctl doctor --nvme /dev/nvme1n1           what this machine lacks, and how to get it
+
+Exit status:
+  0    it worked; of doctor: tiermgr can work here
+  1    it did not: no daemon answers, it refuses, or something cannot be written; of doctor:
+       something that tiermgr needs is missing
+  2    the command line makes no sense
+  run  that of CMD; 128+N if signal N ended it, 127 if it was not found, 126 if it could not be
+       run, and 125 if tiermgrctl itself failed"
 )]
 pub(crate) struct Cli {
     /// Socket of the daemon [default: /run/tiermgr/tiermgrd.sock]
@@ -41,7 +49,12 @@ pub(crate) enum Verb {
     /// Where a daemon runs (at --socket, or at its default place and neither --dram nor --nvme is given), it
     /// is used. Else a private one is started for this run, which needs root, and with it a store in a fresh
     /// folder under TMPDIR, /var/tmp or the current directory, whichever has direct I/O first. Both are
-    /// gone when tiermgrctl ends.
+    /// gone when tiermgrctl ends. Only root can reach a private daemon: a program that gives up root before
+    /// its first large allocation is not managed.
+    ///
+    /// A program that cannot attach says so on stderr and goes on with ordinary memory, without a limit; with
+    /// --require its large allocations fail instead. The summary says how many processes attached, and warns
+    /// if there was none; the exit status is CMD's all the same.
     ///
     /// SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to CMD. The exit status is CMD's; 128+N if signal N
     /// ended it, 127 if it was not found, 126 if it could not be run, and 125 if tiermgrctl itself failed.
@@ -109,6 +122,10 @@ pub(crate) struct RunArgs {
     pub(crate) dram: Option<Size>,
 
     /// Where to park what does not fit: a file, or a block device whose content is lost
+    ///
+    /// A file that is not there yet is made and given all of its size at once. Without SIZE that is twice the
+    /// machine's memory, but at most 64 GiB and half of what is free on the disk; a device, and a file that
+    /// is there, are used whole.
     #[arg(long, value_name = "PATH[:SIZE]")]
     pub(crate) nvme: Option<PathAndSize>,
 
@@ -119,6 +136,10 @@ pub(crate) struct RunArgs {
     /// Write what happened to FILE as JSON
     #[arg(long, value_name = "FILE")]
     pub(crate) report: Option<PathBuf>,
+
+    /// Let large allocations fail where a program cannot attach (sets TIERMGR_REQUIRE=1)
+    #[arg(long)]
+    pub(crate) require: bool,
 
     /// Least size of an allocation that is managed
     #[arg(long, value_name = "SIZE")]

@@ -89,6 +89,7 @@ fn status(daemon: &Daemon) -> Status {
         restarts: daemon.identity().restarts,
         uptime_s: daemon.uptime().as_secs(),
         families: u32::try_from(daemon.families().count()).unwrap_or(u32::MAX),
+        attached_total: daemon.families().attached_total(),
         totals,
         dram_limit_bytes: room.total,
         dram_granted_bytes: daemon.families().lent_bytes(),

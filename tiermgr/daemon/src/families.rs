@@ -15,6 +15,7 @@ use std::fs;
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tiermgr_core::units::ProcId;
 use tiermgr_engine::error::EngineError;
@@ -144,6 +145,7 @@ pub struct Families {
     shared: Shared,
     /// The daemon's own memory, entered in the ledger like that of a family.
     own: Arc<Share>,
+    attached_total: AtomicU64,
     inner: Mutex<Inner>,
 }
 
@@ -194,7 +196,7 @@ impl Families {
     pub fn new(shared: Shared, own_bytes: u64) -> Self {
         let own = shared.room.join(u64::MAX, Class::Latency, own_bytes, Arc::new(Wake::silent()));
         shared.room.report(&own, own_bytes);
-        Self { shared, own, inner: Mutex::default() }
+        Self { shared, own, attached_total: AtomicU64::new(0), inner: Mutex::default() }
     }
 
     /// What all executors share.
@@ -283,6 +285,17 @@ impl Families {
     #[must_use]
     pub fn count(&self) -> usize {
         self.lock().families.len()
+    }
+
+    /// Notes that so many processes have attached.
+    pub fn attached(&self, processes: u64) {
+        self.attached_total.fetch_add(processes, Ordering::Relaxed);
+    }
+
+    /// Processes that have attached, or were taken up.
+    #[must_use]
+    pub fn attached_total(&self) -> u64 {
+        self.attached_total.load(Ordering::Relaxed)
     }
 
     /// Counters of all families, those included that have ended.

@@ -317,6 +317,7 @@ impl Session<'_> {
         match family.executor().attach(process) {
             Ok((proc, given)) => {
                 family.joined(proc, self.peer.uid);
+                self.daemon.families().attached(1);
                 tracing::info!(
                     family = family.number(),
                     pid,

@@ -81,6 +81,7 @@ impl Families {
         match result {
             Ok(executor) => {
                 tracing::info!(family = number, name = facts.name, "taken up again");
+                self.attached(executor.processes().len() as u64);
                 let family = Family::new(number, facts, executor);
                 self.lock().families.insert(number, Arc::new(family));
             }

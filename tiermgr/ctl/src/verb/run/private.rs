@@ -19,7 +19,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
-use tiermgr_sys::cgroup;
+use tiermgr_sys::{cgroup, proc};
 use tiermgr_wire::control::ControlRequest;
 
 /// How often is looked whether something is done.
@@ -30,12 +30,14 @@ const EXIT_WAIT: Duration = Duration::from_secs(30);
 const DRAM_BYTES_MIN: u64 = 32 << 20;
 /// Less would hold nothing worth parking.
 const STORE_BYTES_MIN: u64 = 64 << 20;
+/// Most that a store takes of a disk where nobody has said how much.
+const DEFAULT_STORE_BYTES_MAX: u64 = 64 << 30;
 /// Whole chunks.
 const ROUND_BYTES: u64 = 2 << 20;
 /// Longer answers of a starting daemon are not read.
 const READY_BYTES_MAX: usize = 4096;
 
-/// A private daemon. Dropping it ends it and removes its folders.
+/// A private daemon. To be ended by [`Private::end`]; its folders are removed when this is dropped.
 #[derive(Debug)]
 pub(super) struct Private {
     daemon: Child,
@@ -213,7 +215,7 @@ fn choose_dram(args: &RunArgs) -> Result<Size, RunError> {
     let chosen = match args.dram {
         Some(size) => size,
         None => {
-            let available = available_bytes().unwrap_or(u64::MAX) / 2;
+            let available = proc::meminfo_bytes("MemAvailable").unwrap_or(u64::MAX) / 2;
             let in_cgroup = cgroup::headroom(std::process::id().cast_signed())
                 .map_or(u64::MAX, |headroom| headroom / 4 * 3);
             let bytes = available.min(in_cgroup);
@@ -228,13 +230,6 @@ fn choose_dram(args: &RunArgs) -> Result<Size, RunError> {
         });
     }
     Ok(chosen)
-}
-
-fn available_bytes() -> Option<u64> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.trim().strip_suffix(" kB")?.trim().parse().ok()?;
-    kib.checked_mul(1 << 10)
 }
 
 /// On a tmpfs where there is one: the state is written with every page that moves.
@@ -284,15 +279,11 @@ fn choose_store(
     Ok(PathAndSize { path, size: Some(size) })
 }
 
-/// Half of what is free, and not more than four times the machine's memory, which no program that is
-/// still usable exceeds.
+/// Twice the machine's memory, but never more than half of what is free, nor than what is polite to take
+/// from a disk without being asked: all of it is allocated at once.
 fn default_store_size(free_bytes: u64) -> Result<Size, RunError> {
-    let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
-        let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
-        line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()
-    });
-    let most = machine.map_or(u64::MAX, |kib| kib.saturating_mul(4 << 10));
-    let bytes = (free_bytes / 2).min(most);
+    let machine = proc::meminfo_bytes("MemTotal").unwrap_or(u64::MAX);
+    let bytes = (free_bytes / 2).min(machine.saturating_mul(2)).min(DEFAULT_STORE_BYTES_MAX);
     if bytes < STORE_BYTES_MIN {
         return Err(RunError::TooLittle {
             what: "free room on the disk",
@@ -308,10 +299,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_store_takes_half_of_what_is_free() {
-        assert_eq!(default_store_size(2 << 30).unwrap(), Size(1 << 30));
+    fn a_store_takes_half_of_what_is_free_and_no_more_than_is_polite() {
+        assert_eq!(default_store_size(1 << 30).unwrap(), Size(512 << 20));
         assert!(default_store_size((2 * STORE_BYTES_MIN) - 2).is_err());
-        assert!(default_store_size(u64::MAX).unwrap().0 < u64::MAX / 2);
+        assert!(default_store_size(u64::MAX).unwrap().0 <= DEFAULT_STORE_BYTES_MAX);
     }
 
     #[test]
