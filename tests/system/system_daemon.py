@@ -20,8 +20,8 @@ def group_ids():
 
 
 @contextlib.contextmanager
-def system_daemon(folder):
-    """A daemon from a configuration file, its socket for the group `users`. Gives the folder with the
+def system_daemon(folder, settings=""):
+    """A daemon from a configuration file with more `settings`, its socket for the group `users`. Gives the folder with the
     socket and all that a user without rights may run; `public / "state"` leads to its state."""
     # Programs have to be executable here, which /dev/shm need not allow; state is for a tmpfs.
     public = pathlib.Path(tempfile.mkdtemp(prefix="tiermgr-test-"))
@@ -35,6 +35,7 @@ socket = "{socket}"
 socket_group = "users"
 state_dir = "{state}"
 dram = "128MiB"
+{settings}
 [store]
 path = "{folder / 'store'}"
 size = "1GiB"
