@@ -5,8 +5,8 @@ set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# The oldest compiler that knows edition 2024.
-RUSTC_MINOR_MIN=85
+# The oldest compiler that knows what the code uses; the same as `rust-version` in Cargo.toml.
+RUSTC_MINOR_MIN=88
 # What the tests and the benchmarks need of Python's packages.
 TEST_PACKAGES=(pytest==8.3.4 pluggy==1.5.0 iniconfig==2.0.0 packaging==24.2 numpy==2.2.1)
 
@@ -17,7 +17,7 @@ die() {
     exit 1
 }
 
-# check_rust: ends the script unless a compiler of edition 2024 is on the path.
+# check_rust: ends the script unless a compiler that is new enough is on the path.
 check_rust() {
     local version minor
     command -v rustc >/dev/null && command -v cargo >/dev/null || die \
@@ -26,7 +26,7 @@ check_rust() {
     version=$(rustc --version)
     minor=$(sed -E 's/^rustc 1\.([0-9]+)\..*/\1/' <<<"$version")
     if ! [[ $minor =~ ^[0-9]+$ ]] || ((minor < RUSTC_MINOR_MIN)); then
-        die "$version is too old: edition 2024 needs 1.$RUSTC_MINOR_MIN or later (Debian 12's own" \
+        die "$version is too old: tiermgr needs 1.$RUSTC_MINOR_MIN or later (Debian 12's own" \
             "package is 1.63). With rustup: 'rustup toolchain install stable'"
     fi
 }

@@ -165,6 +165,30 @@ fn every_member_takes_the_lints_of_the_workspace() {
 }
 
 #[test]
+fn the_oldest_compiler_is_the_same_everywhere() {
+    let workspace: Table = read("Cargo.toml").parse().unwrap();
+    let oldest = workspace["workspace"]["package"]["rust-version"].as_str().unwrap().to_owned();
+    let minor = oldest.strip_prefix("1.").unwrap();
+    let mut wrong = Vec::new();
+    if !read("README.md").contains(&format!("Rust {oldest} or later")) {
+        wrong.push(format!("README.md does not ask for Rust {oldest}"));
+    }
+    if !read("scripts/_lib.sh").contains(&format!("\nRUSTC_MINOR_MIN={minor}\n")) {
+        wrong.push(format!("scripts/_lib.sh does not check for 1.{minor}"));
+    }
+    for member in members() {
+        let version = manifest(&member)["package"].as_table().unwrap().get("rust-version").cloned();
+        if version.is_none_or(|version| version.get("workspace").is_none()) {
+            wrong.push(format!("{member}/Cargo.toml lacks `rust-version.workspace = true`"));
+        }
+    }
+    fail_if_any(
+        &wrong,
+        "`rust-version` of the workspace is what the code needs, and what users are told",
+    );
+}
+
+#[test]
 fn no_file_is_too_long() {
     let mut found = Vec::new();
     for (path, text) in texts(&["rs", "py", "c", "h", "cpp"]) {
