@@ -122,9 +122,6 @@ const LOCK_NAME: &str = "lock";
 /// Which boot the state directory is of.
 const BOOT_NAME: &str = "boot";
 
-/// Features without which no page can be served or parked.
-const INDISPENSABLE: [&str; 4] = ["uffd_event_fork", "uffd_sigbus", "io_uring", "pagemap"];
-
 /// Prepares the process, opens everything and listens.
 ///
 /// # Errors
@@ -153,8 +150,7 @@ pub fn start(config: &Config, identity: Identity) -> Result<(Arc<Daemon>, Listen
     let state_lock = prepare_state_dir(&config.state_dir, identity, &mut warnings)?;
     let device = DeviceFd::open()?;
     let features = KernelFeatures::probe(&config.assume_missing)?;
-    let lacking: Vec<&str> =
-        features.missing().into_iter().filter(|name| INDISPENSABLE.contains(name)).collect();
+    let lacking = features.lacking();
     if !lacking.is_empty() {
         return Err(StartError::Lacking(lacking.join(" and ")));
     }

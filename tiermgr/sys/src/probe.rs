@@ -16,10 +16,6 @@ pub struct KernelFeatures {
     pub uffd_move: bool,
     /// UFFDIO_POISON (6.6): a lost page raises SIGBUS.
     pub uffd_poison: bool,
-    /// Write protection of absent anonymous pages (6.4).
-    pub uffd_wp_unpopulated: bool,
-    /// Write protection that the kernel resolves itself (6.7).
-    pub uffd_wp_async: bool,
     /// Absent pages may answer SIGBUS.
     pub uffd_sigbus: bool,
     /// A fork may be followed; needs CAP_SYS_PTRACE.
@@ -32,10 +28,8 @@ pub struct KernelFeatures {
     pub populate_write: bool,
     /// `/proc/PID/pagemap` may be read.
     pub pagemap: bool,
-    /// close_range (5.9).
+    /// close_range (5.9), which helpers begin with.
     pub close_range: bool,
-    /// Anonymous huge pages are not switched off.
-    pub thp: bool,
 }
 
 /// Why the probe could not be done.
@@ -62,8 +56,6 @@ type Field = (&'static str, fn(&mut KernelFeatures) -> &mut bool);
 const FIELDS: [Field; KernelFeatures::NAMES.len()] = [
     ("uffd_move", |f| &mut f.uffd_move),
     ("uffd_poison", |f| &mut f.uffd_poison),
-    ("uffd_wp_unpopulated", |f| &mut f.uffd_wp_unpopulated),
-    ("uffd_wp_async", |f| &mut f.uffd_wp_async),
     ("uffd_sigbus", |f| &mut f.uffd_sigbus),
     ("uffd_event_fork", |f| &mut f.uffd_event_fork),
     ("io_uring", |f| &mut f.io_uring),
@@ -71,7 +63,6 @@ const FIELDS: [Field; KernelFeatures::NAMES.len()] = [
     ("populate_write", |f| &mut f.populate_write),
     ("pagemap", |f| &mut f.pagemap),
     ("close_range", |f| &mut f.close_range),
-    ("thp", |f| &mut f.thp),
 ];
 
 impl KernelFeatures {
@@ -79,8 +70,6 @@ impl KernelFeatures {
     pub const NAMES: &'static [&'static str] = &[
         "uffd_move",
         "uffd_poison",
-        "uffd_wp_unpopulated",
-        "uffd_wp_async",
         "uffd_sigbus",
         "uffd_event_fork",
         "io_uring",
@@ -88,7 +77,17 @@ impl KernelFeatures {
         "populate_write",
         "pagemap",
         "close_range",
-        "thp",
+    ];
+
+    /// Those without which no page can be served or parked.
+    pub const INDISPENSABLE: &'static [&'static str] = &[
+        "uffd_sigbus",
+        "uffd_event_fork",
+        "io_uring",
+        "pidfd_getfd",
+        "populate_write",
+        "pagemap",
+        "close_range",
     ];
 
     /// Tries everything, and then takes away what `assume_missing` names, so that an old kernel can be
@@ -106,8 +105,6 @@ impl KernelFeatures {
         // SAFETY: the range holds no descriptor: numbers end far below.
         features.close_range =
             unsafe { libc::syscall(libc::SYS_close_range, u32::MAX, u32::MAX, 0) } == 0;
-        features.thp = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled")
-            .is_ok_and(|modes| !modes.contains("[never]"));
         for name in assume_missing {
             let (_, field) = FIELDS
                 .iter()
@@ -125,8 +122,6 @@ impl KernelFeatures {
         let has = |bit| api.features & bit != 0;
         self.uffd_move = has(abi::FEATURE_MOVE);
         self.uffd_poison = has(abi::FEATURE_POISON);
-        self.uffd_wp_unpopulated = has(abi::FEATURE_WP_UNPOPULATED);
-        self.uffd_wp_async = has(abi::FEATURE_WP_ASYNC);
         self.uffd_sigbus = has(abi::FEATURE_SIGBUS);
         // The kernel lists this one even for whoever may not have it.
         let fd = new_from_device(device.as_fd()).map_err(ProbeError::Userfaultfd)?;
@@ -137,6 +132,11 @@ impl KernelFeatures {
     /// Names of what this kernel lacks.
     pub fn missing(&self) -> Vec<&'static str> {
         self.rows().filter(|(_, there)| !there).map(|(name, _)| name).collect()
+    }
+
+    /// Names of what is missing and cannot be done without.
+    pub fn lacking(&self) -> Vec<&'static str> {
+        self.missing().into_iter().filter(|name| Self::INDISPENSABLE.contains(name)).collect()
     }
 
     /// Whether it has the feature of this name; `None` for a name that is unknown.
@@ -195,6 +195,9 @@ mod tests {
             assert_eq!(features.missing().len(), FIELDS.len() - 1);
         }
         assert_eq!(KernelFeatures::default().has("warp"), None);
+        for name in KernelFeatures::INDISPENSABLE {
+            assert!(KernelFeatures::default().lacking().contains(name), "{name}");
+        }
     }
 
     #[test]

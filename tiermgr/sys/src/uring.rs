@@ -42,15 +42,13 @@ impl BufferRange {
     }
 }
 
-/// An operation that has ended, or, for a multishot poll, has something to say.
+/// An operation that has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completed {
     /// As given.
     pub user_data: u64,
     /// Bytes, or the mask of a poll; else the errno.
     pub result: Result<u32, i32>,
-    /// The operation goes on.
-    pub more: bool,
 }
 
 /// Why io_uring is not to be had.
@@ -93,7 +91,6 @@ enum Use {
     /// The kernel reads these bytes of a buffer.
     Drains(BufferRange),
     Poll,
-    Sync,
 }
 
 #[derive(Debug)]
@@ -273,40 +270,13 @@ impl Ring {
         Ok((buffer.as_mut_ptr().wrapping_add(start), len, index))
     }
 
-    /// Brings what was written to a file to its device.
-    ///
-    /// # Errors
-    /// [`PushError`].
-    pub fn datasync(&mut self, file: FileIndex, user_data: u64) -> Result<(), PushError> {
-        let entry =
-            opcode::Fsync::new(types::Fixed(file.0)).flags(types::FsyncFlags::DATASYNC).build();
-        self.push(entry, user_data, Use::Sync)
-    }
-
-    /// Completes each time `fd` becomes readable, until it is cancelled or fails (`more` is false then).
-    ///
-    /// # Errors
-    /// [`PushError`].
-    pub fn poll_multishot(&mut self, fd: BorrowedFd<'_>, user_data: u64) -> Result<(), PushError> {
-        self.poll_add(fd, user_data, true)
-    }
-
     /// Completes once `fd` is readable.
     ///
     /// # Errors
     /// [`PushError`].
     pub fn poll_once(&mut self, fd: BorrowedFd<'_>, user_data: u64) -> Result<(), PushError> {
-        self.poll_add(fd, user_data, false)
-    }
-
-    fn poll_add(
-        &mut self,
-        fd: BorrowedFd<'_>,
-        user_data: u64,
-        multi: bool,
-    ) -> Result<(), PushError> {
         let mask = u32::from(libc::POLLIN.unsigned_abs());
-        let entry = opcode::PollAdd::new(types::Fd(fd.as_raw_fd()), mask).multi(multi).build();
+        let entry = opcode::PollAdd::new(types::Fd(fd.as_raw_fd()), mask).build();
         self.push(entry, user_data, Use::Poll)
     }
 
@@ -391,17 +361,12 @@ impl Ring {
         let Self { ring, operations, free, .. } = self;
         for entry in ring.completion() {
             let Ok(number) = usize::try_from(entry.user_data()) else { continue };
-            let Some(place) = operations.get_mut(number) else { continue };
-            let more = io_uring::cqueue::more(entry.flags());
-            let Some(operation) = place.as_ref() else {
+            let Some(operation) = operations.get_mut(number).and_then(Option::take) else {
                 continue;
             };
+            free.push(number);
             let result = u32::try_from(entry.result()).map_err(|_negative| -entry.result());
-            out.push(Completed { user_data: operation.user_data, result, more });
-            if !more {
-                *place = None;
-                free.push(number);
-            }
+            out.push(Completed { user_data: operation.user_data, result });
         }
         out.len() - before
     }

@@ -1,7 +1,7 @@
 //! The first messages of a connection.
 //!
-//! A client sends `ToDaemon::Hello`, gets `FromDaemon::Welcome` with two descriptors (the userfaultfd
-//! device and the ring's memfd, then the ring's eventfd), makes its userfaultfds with
+//! A client sends `ToDaemon::Hello`, gets `FromDaemon::Welcome` with three descriptors (the userfaultfd
+//! device, the ring's memfd and the ring's eventfd), makes its userfaultfds with
 //! `USERFAULTFD_IOC_NEW`, maps limbo and the nonce page, starts its helper, and sends
 //! `ToDaemon::Attach` with its userfaultfds. Handshake and registration are the daemon's.
 

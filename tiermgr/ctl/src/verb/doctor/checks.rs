@@ -12,8 +12,6 @@ use tiermgr_sys::cgroup;
 use tiermgr_sys::probe::KernelFeatures;
 use tiermgr_sys::uffd::DeviceFd;
 
-/// Without these the daemon does not start.
-const INDISPENSABLE: [&str; 4] = ["uffd_event_fork", "uffd_sigbus", "io_uring", "pagemap"];
 /// Enough for many clients with many children.
 const OPEN_FILES_ENOUGH: u64 = 1 << 14;
 
@@ -85,7 +83,7 @@ fn userfaultfd() -> Vec<Finding> {
     for name in KernelFeatures::NAMES {
         if features.has(name) == Some(true) {
             findings.push(Finding::ok(name, "works"));
-        } else if INDISPENSABLE.contains(name) {
+        } else if KernelFeatures::INDISPENSABLE.contains(name) {
             findings.push(Finding::fail(name, "does not work", fix_for(name)));
         } else {
             findings.push(Finding::warn(
@@ -102,9 +100,7 @@ fn fix_for(feature: &str) -> &'static str {
     match feature {
         "io_uring" => "sysctl kernel.io_uring_disabled=0, and allow io_uring in the container",
         "uffd_event_fork" => "give the daemon CAP_SYS_PTRACE: run it as root",
-        "pagemap" => "give the daemon CAP_SYS_ADMIN: run it as root",
-        "pidfd_getfd" => "give the daemon CAP_SYS_PTRACE: run it as root",
-        "thp" => "build the kernel with CONFIG_TRANSPARENT_HUGEPAGE=y",
+        "pagemap" | "pidfd_getfd" => "give the daemon CAP_SYS_PTRACE: run it as root",
         _ => "boot a newer kernel: 6.8 has everything that tiermgr uses",
     }
 }
