@@ -1,10 +1,10 @@
 //! The command line. Help texts are also the man pages; of a verb's documentation the first paragraph
 //! is its line in lists.
 
-use crate::size::{PathAndSize, Size};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::ffi::OsString;
 use std::path::PathBuf;
+use tiermgr_wire::size::{PathAndSize, Size};
 
 /// Runs programs with more memory than DRAM holds, and shows what the daemon does
 #[derive(Debug, Parser)]

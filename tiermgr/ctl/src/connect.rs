@@ -9,10 +9,7 @@ use tiermgr_wire::control::{ControlReply, ControlRequest, ROWS_MAX, Status};
 use tiermgr_wire::hello::{Hello, Role};
 use tiermgr_wire::reply::FromDaemon;
 use tiermgr_wire::request::ToDaemon;
-use tiermgr_wire::{PACKET_BYTES_MAX, WireError};
-
-/// Where a system daemon listens.
-pub(crate) const DEFAULT_SOCKET: &str = "/run/tiermgr/tiermgrd.sock";
+use tiermgr_wire::{DEFAULT_SOCKET, PACKET_BYTES_MAX, WireError};
 
 /// A daemon that serves answers such questions in microseconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);

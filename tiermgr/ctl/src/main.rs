@@ -8,16 +8,13 @@
 mod cli;
 mod connect;
 mod render;
-// One definition of what a size is, for configuration and command lines alike.
-#[path = "../../daemon/src/size.rs"]
-#[expect(unreachable_pub, reason = "public in the daemon, which has a library")]
-mod size;
 mod verb;
 
 use clap::Parser;
 use cli::{Cli, Verb};
 use std::io::{self, Write};
 use std::process::ExitCode;
+use tiermgr_wire::chain;
 
 /// Something did not work.
 const EXIT_FAILED: u8 = 1;
@@ -46,7 +43,7 @@ fn main() -> ExitCode {
             ExitCode::SUCCESS
         }
         Err(error) => {
-            complain(&render::chain(&error));
+            complain(&chain(&error));
             ExitCode::from(EXIT_FAILED)
         }
     }

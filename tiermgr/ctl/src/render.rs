@@ -1,8 +1,8 @@
 //! How things are printed: tables, sizes and JSON.
 
-use crate::size::Size;
 use serde::Serialize;
 use std::io::{self, Write};
+use tiermgr_wire::size::Size;
 
 /// `value` as JSON, for scripts.
 pub(crate) fn json(value: &impl Serialize) -> io::Result<()> {
@@ -46,18 +46,6 @@ pub(crate) fn duration(seconds: u64) -> String {
     let (days, rest) = (seconds / 86_400, seconds % 86_400);
     let clock = format!("{:02}:{:02}:{:02}", rest / 3600, rest / 60 % 60, rest % 60);
     if days > 0 { format!("{days} d {clock}") } else { clock }
-}
-
-/// An error with its causes, on one line.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        cause = error.source();
-    }
-    text
 }
 
 /// A table with a line of headings. Columns whose heading begins with `>` are set to the right.

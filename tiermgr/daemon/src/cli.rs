@@ -3,9 +3,9 @@
 use crate::config::{
     Config, ConfigError, DramLimit, LogLevel, SocketMode, StoreSettings, StoreSize,
 };
-use crate::size::PathAndSize;
 use clap::Parser;
 use std::path::PathBuf;
+use tiermgr_wire::size::PathAndSize;
 
 /// Serves programs that use more memory than fits into DRAM
 ///
@@ -110,8 +110,8 @@ impl Cli {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::size::Size;
     use clap::CommandFactory;
+    use tiermgr_wire::size::Size;
 
     fn settings(args: &[&str]) -> Result<Config, String> {
         let args = std::iter::once("tiermgrd").chain(args.iter().copied());

@@ -4,19 +4,17 @@
 //! default is visible: `tiermgrd --print-config` writes the file that would have the same effect as no
 //! file at all, and `tiermgrd --check-config FILE` writes what FILE comes to.
 
-use crate::size::Size;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt::Write as _;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use tiermgr_wire::size::Size;
+use tiermgr_wire::{DEFAULT_SOCKET, DRAM_BYTES_MIN};
 
 /// Where the configuration is looked for when no file is named.
 pub const DEFAULT_PATH: &str = "/etc/tiermgr/tiermgrd.toml";
 
-/// Least DRAM that can be given to clients: below, the staging buffers of the first family would
-/// leave nothing to work with.
-pub const DRAM_BYTES_MIN: u64 = 32 << 20;
 /// Limbo is reserved in chunks of 2 MiB, at least four of them.
 pub const LIMBO_BYTES_MIN: u64 = 8 << 20;
 /// Most limbo of one process.
@@ -70,7 +68,7 @@ pub struct StoreSettings {
 impl Default for Config {
     fn default() -> Self {
         Self {
-            socket: "/run/tiermgr/tiermgrd.sock".into(),
+            socket: DEFAULT_SOCKET.into(),
             socket_group: String::new(),
             socket_mode: SocketMode(0o660),
             state_dir: "/run/tiermgr/state".into(),

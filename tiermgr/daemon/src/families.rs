@@ -26,6 +26,7 @@ use tiermgr_engine::store::Store;
 use tiermgr_engine::wake::Wake;
 use tiermgr_sys::probe::KernelFeatures;
 use tiermgr_sys::{proc, process};
+use tiermgr_wire::chain;
 use tiermgr_wire::control::{ClientRow, FamilyStats, RegionRow};
 use tiermgr_wire::hello::Class;
 
@@ -551,19 +552,6 @@ pub const fn class_name(class: Class) -> &'static str {
         Class::Standard => "standard",
         Class::Bulk => "bulk",
     }
-}
-
-/// An error with its causes, on one line.
-#[must_use]
-pub fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        cause = error.source();
-    }
-    text
 }
 
 /// Bytes of this process that are in memory now, shared pages and state files included.

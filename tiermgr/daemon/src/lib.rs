@@ -20,5 +20,4 @@ pub mod log;
 pub mod notify;
 pub mod protocol;
 pub mod session;
-pub mod size;
 pub mod start;

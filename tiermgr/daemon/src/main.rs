@@ -14,10 +14,10 @@ use std::time::Duration;
 use tiermgr_daemon::cli::Cli;
 use tiermgr_daemon::config::Config;
 use tiermgr_daemon::daemon::{self, Identity, Watched};
-use tiermgr_daemon::families::chain;
 use tiermgr_daemon::keeper::{self, Call, Outcome};
 use tiermgr_daemon::{exit, log, notify, start};
 use tiermgr_sys::{pidfd, process};
+use tiermgr_wire::chain;
 
 /// How long the end waits for a reader of the log.
 const LAST_WORDS: Duration = Duration::from_secs(1);

@@ -8,7 +8,7 @@
 use crate::admit::Admitted;
 use crate::control;
 use crate::daemon::Daemon;
-use crate::families::{self, BeginError, Family, chain};
+use crate::families::{self, BeginError, Family};
 use crate::protocol::{self, Protocol, REQUEST_BYTES_MAX, Refused, Step};
 use std::fs;
 use std::io;
@@ -27,9 +27,9 @@ use tiermgr_sys::ring::RingOwner;
 use tiermgr_sys::sock::{PeerCred, Stream};
 use tiermgr_sys::uffd::{self, Mode, Outcome, Uffd};
 use tiermgr_sys::{abi, pidfd};
-use tiermgr_wire::PACKET_BYTES_MAX;
 use tiermgr_wire::hello::{Attach, Class, Welcome};
 use tiermgr_wire::reply::{ErrorCode, FromDaemon};
+use tiermgr_wire::{PACKET_BYTES_MAX, chain};
 
 /// A peer that has not come as far as it must by then is sent away.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);

@@ -4,10 +4,9 @@
 //! here (the store with its lock above all) is closed by the keeper when the serving process dies.
 
 use crate::admit::{Admission, CONNECTIONS_MAX};
-use crate::config::{Config, DRAM_BYTES_MIN, LIMBO_BYTES_MIN, StoreSize};
+use crate::config::{Config, LIMBO_BYTES_MIN, StoreSize};
 use crate::daemon::{Daemon, Identity};
 use crate::families::{Families, Shared, own_resident_bytes};
-use crate::size::Size;
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::statfs;
@@ -25,6 +24,8 @@ use tiermgr_sys::probe::{KernelFeatures, ProbeError};
 use tiermgr_sys::sock::Listener;
 use tiermgr_sys::uffd::{DeviceError, DeviceFd};
 use tiermgr_sys::{disk, pidfd, proc, process};
+use tiermgr_wire::DRAM_BYTES_MIN;
+use tiermgr_wire::size::Size;
 
 /// Each process of a family costs up to four descriptors; forks are bounded by what there is, since a
 /// FORK event that finds no free descriptor comes back for ever.

@@ -12,11 +12,19 @@ pub mod control;
 pub mod hello;
 pub mod reply;
 pub mod request;
+pub mod size;
 
 use serde::{Serialize, de::DeserializeOwned};
 
 /// Version of the messages. Client and daemon must agree exactly.
 pub const VERSION: u16 = 1;
+
+/// Where a daemon listens if nothing else is said.
+pub const DEFAULT_SOCKET: &str = "/run/tiermgr/tiermgrd.sock";
+
+/// Least DRAM that a daemon can be given: below, the staging buffers of the first family would leave
+/// nothing to work with.
+pub const DRAM_BYTES_MIN: u64 = 32 << 20;
 
 /// Largest packet, in bytes. Longer lists are asked for page by page.
 pub const PACKET_BYTES_MAX: usize = 64 << 10;
@@ -30,6 +38,19 @@ pub enum WireError {
     /// The message does not fit the buffer.
     #[error("the message is longer than {PACKET_BYTES_MAX} bytes")]
     TooLong(#[source] postcard::Error),
+}
+
+/// An error with its causes, on one line.
+#[must_use]
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        cause = error.source();
+    }
+    text
 }
 
 /// Writes `message` into `buffer` without allocating, and gives the part that was used.

@@ -13,8 +13,7 @@ mod report;
 
 use crate::cli::RunArgs;
 use crate::complain;
-use crate::connect::{ConnectError, DEFAULT_SOCKET, Link};
-use crate::render;
+use crate::connect::{ConnectError, Link};
 use child::Signals;
 use private::Private;
 use report::Report;
@@ -23,6 +22,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use tiermgr_wire::control::Status;
+use tiermgr_wire::{DEFAULT_SOCKET, chain};
 
 /// `tiermgrctl` itself failed, as `env` and `timeout` have it.
 const EXIT_OURS: u8 = 125;
@@ -70,9 +70,9 @@ pub(crate) enum RunError {
         /// Which limit.
         what: &'static str,
         /// What it is.
-        given: crate::size::Size,
+        given: tiermgr_wire::size::Size,
         /// What would do.
-        least: crate::size::Size,
+        least: tiermgr_wire::size::Size,
     },
     /// Folder for socket and state.
     #[error("making a folder in {}", path.display())]
@@ -125,7 +125,7 @@ pub(crate) fn run(socket: Option<&Path>, args: &RunArgs) -> u8 {
         Ok(code) => code,
         Err(RunError::Interrupted(signal)) => child::code_of_signal(signal),
         Err(error) => {
-            complain(&render::chain(&error));
+            complain(&chain(&error));
             EXIT_OURS
         }
     }
@@ -171,7 +171,7 @@ fn finish(args: &RunArgs, code: u8, wall: Duration, host: &Host) -> Option<Repor
     match Link::open(Some(host.socket())).and_then(|link| link.status()) {
         Ok(status) => Some(Report::new(args, code, wall, &status, before)),
         Err(error) => {
-            complain(&format!("no summary: {}", render::chain(&error)));
+            complain(&format!("no summary: {}", chain(&error)));
             None
         }
     }

@@ -3,7 +3,7 @@
 //! A family that cannot be taken up is not given up: its programs sleep where they touch what was
 //! parked, and wake into the right bytes or not at all. It is tried again for as long as it takes.
 
-use super::{Families, Family, FamilyFacts, chain};
+use super::{Families, Family, FamilyFacts};
 use std::collections::BTreeSet;
 use std::io;
 use std::sync::Arc;
@@ -11,6 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tiermgr_engine::error::EngineError;
 use tiermgr_engine::executor::Executor;
+use tiermgr_wire::chain;
 
 /// How long a family that could not be taken up waits for the next try; twice as long each time.
 const RETRY_PAUSE: Duration = Duration::from_secs(1);

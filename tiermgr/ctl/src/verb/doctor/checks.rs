@@ -1,7 +1,7 @@
 //! The kernel, its settings, and the installation.
 
 use super::Finding;
-use crate::connect::{DEFAULT_SOCKET, Link};
+use crate::connect::Link;
 use crate::render;
 use crate::verb::run::find;
 use nix::sys::resource::{Resource, getrlimit};
@@ -11,6 +11,7 @@ use std::path::Path;
 use tiermgr_sys::cgroup;
 use tiermgr_sys::probe::KernelFeatures;
 use tiermgr_sys::uffd::DeviceFd;
+use tiermgr_wire::{DEFAULT_SOCKET, chain};
 
 /// Enough for many clients with many children.
 const OPEN_FILES_ENOUGH: u64 = 1 << 14;
@@ -66,7 +67,7 @@ fn userfaultfd() -> Vec<Finding> {
         } else {
             "run as root: `sudo tiermgrctl doctor`; programs of a system daemon need no rights"
         };
-        return vec![Finding::fail("userfaultfd", render::chain(&error), fix)];
+        return vec![Finding::fail("userfaultfd", chain(&error), fix)];
     }
     let mut findings = vec![Finding::ok("userfaultfd", "/dev/userfaultfd can be opened")];
     let features = match KernelFeatures::probe(&[]) {
@@ -74,7 +75,7 @@ fn userfaultfd() -> Vec<Finding> {
         Err(error) => {
             findings.push(Finding::fail(
                 "features",
-                render::chain(&error),
+                chain(&error),
                 "run as root, outside of containers that forbid userfaultfd or io_uring",
             ));
             return findings;
@@ -213,7 +214,7 @@ fn daemon(socket: Option<&Path>) -> Finding {
         // `run` starts its own, so this is no failure.
         Err(error) => Finding::warn(
             NAME,
-            render::chain(&error),
+            chain(&error),
             "systemctl start tiermgrd; `tiermgrctl run` does without",
         ),
     }

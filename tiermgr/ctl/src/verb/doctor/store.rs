@@ -6,6 +6,7 @@ use crate::verb::run::place::{self, Unfit};
 use std::fs;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
+use tiermgr_wire::chain;
 
 const NAME: &str = "store";
 
@@ -79,7 +80,7 @@ fn folder(path: &Path) -> Finding {
 fn unfit(path: &Path, error: &Unfit) -> Finding {
     Finding::fail(
         NAME,
-        format!("{}: {}", path.display(), render::chain(error)),
+        format!("{}: {}", path.display(), chain(error)),
         "name a file on a local disk (ext4, xfs, btrfs), or a block device",
     )
 }

@@ -12,6 +12,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use tiermgr_wire::chain;
 
 /// Suits every device that Linux knows.
 const BLOCK_BYTES: usize = 4096;
@@ -61,7 +62,7 @@ pub(crate) fn choose() -> Result<Place, NoPlace> {
         match check_folder(&folder) {
             Ok(free_bytes) => return Ok(Place { folder, free_bytes }),
             Err(error) => {
-                reasons.push(format!("{} {}", folder.display(), crate::render::chain(&error)));
+                reasons.push(format!("{} {}", folder.display(), chain(&error)));
             }
         }
     }

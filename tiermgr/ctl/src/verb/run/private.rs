@@ -6,8 +6,6 @@ use super::{RunError, find, place};
 use crate::cli::RunArgs;
 use crate::complain;
 use crate::connect::{ConnectError, Link};
-use crate::render;
-use crate::size::{PathAndSize, Size};
 use nix::sys::signal::{Signal, kill};
 use nix::sys::statfs;
 use nix::unistd::Pid;
@@ -21,13 +19,13 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tiermgr_sys::{cgroup, proc};
 use tiermgr_wire::control::ControlRequest;
+use tiermgr_wire::size::{PathAndSize, Size};
+use tiermgr_wire::{DRAM_BYTES_MIN, chain};
 
 /// How often is looked whether something is done.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// From "done" to the end of the process.
 const EXIT_WAIT: Duration = Duration::from_secs(30);
-/// What the daemon accepts.
-const DRAM_BYTES_MIN: u64 = 32 << 20;
 /// Less would hold nothing worth parking.
 const STORE_BYTES_MIN: u64 = 64 << 20;
 /// Most that a store takes of a disk where nobody has said how much.
@@ -140,13 +138,13 @@ impl Private {
             Err(error @ ConnectError::Refused(_)) => {
                 complain(&format!(
                     "{}; the private daemon stays until the programs that it serves have ended",
-                    render::chain(&error)
+                    chain(&error)
                 ));
                 self.folders.keep = true;
             }
             Err(error) => {
                 if matches!(self.daemon.try_wait(), Ok(None)) {
-                    complain(&format!("ending the private daemon: {}", render::chain(&error)));
+                    complain(&format!("ending the private daemon: {}", chain(&error)));
                 }
                 self.abandon();
             }
