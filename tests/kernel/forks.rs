@@ -3,6 +3,8 @@
 #![expect(clippy::expect_used, reason = "a test ends where it fails")]
 
 use std::os::fd::{AsFd, AsRawFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 use tiermgr_sys::memory::read_memory;
@@ -18,10 +20,25 @@ fn done(pages: u64) -> Installed {
     Installed { bytes: pages * page_size(), outcome: Outcome::Done }
 }
 
+/// Forks on a thread of its own, and not before this thread is past its last use of malloc: the C library
+/// keeps that locked until the fork is through, and the fork waits for this thread.
+fn fork_aside(body: impl FnOnce() -> i32 + Send + 'static) -> thread::JoinHandle<Child> {
+    let go = Arc::new(AtomicBool::new(false));
+    let gone = Arc::clone(&go);
+    let forker = thread::spawn(move || {
+        while !gone.load(Ordering::Acquire) {
+            thread::yield_now();
+        }
+        fork(body)
+    });
+    go.store(true, Ordering::Release);
+    forker
+}
+
 /// Forks on a thread of its own, for the fork waits until the FORK message was read; takes the child's
 /// descriptor.
 fn fork_and_take(uffd: &Uffd, body: impl FnOnce() -> i32 + Send + 'static) -> (Child, Uffd) {
-    let forker = thread::spawn(move || fork(body));
+    let forker = fork_aside(body);
     let child = take_child(next_message(uffd));
     (forker.join().expect("forker"), child)
 }
@@ -60,7 +77,7 @@ fn fills_are_refused_while_a_fork_is_unread() {
     uffd.register(area.at(0), area.len(), Mode::MISSING_WP).expect("register");
     // Before the fork: the C library keeps malloc locked until the fork is through.
     let page = page_of(9);
-    let forker = thread::spawn(|| fork(|| 0));
+    let forker = fork_aside(|| 0);
     let refused = eventually(Duration::from_secs(5), || {
         let end = uffd.copy(area.at(3), &page, false, true);
         if end.outcome == Outcome::Done {
@@ -194,6 +211,34 @@ fn copies_after_a_fork_are_told_only_on_protected_pages() {
     assert_eq!(child.wait(), 0);
 }
 
+/// The kernel reads no child's descriptor without waiting (RWF_NOWAIT), and the child may have one of the same
+/// description, and make it blocking. That holds nobody up.
+#[test]
+fn a_childs_descriptor_that_blocks_does_not_hold_its_reader() {
+    let _begun = begin("blocking child");
+    let Some(uffd) = userfaultfd(ARENA) else { return };
+    let area = Area::new(2);
+    uffd.register(area.at(0), area.len(), Mode::MISSING_WP).expect("register");
+    let (hold, held) = tiermgr_sys::sock::Stream::pair().expect("pair");
+    let (child, theirs) = fork_and_take(&uffd, move || {
+        let mut go = [0];
+        i32::from(held.recv_with_fds(&mut go).is_err() || area.read(1) != 3)
+    });
+    let block = || {
+        // SAFETY: F_SETFL takes an integer.
+        assert_eq!(unsafe { libc::fcntl(theirs.as_fd().as_raw_fd(), libc::F_SETFL, 0) }, 0);
+    };
+    block();
+    assert_eq!(message_now(&theirs), None);
+    block();
+    hold.send_with_fds(b"g", &[]).expect("send");
+    assert!(
+        matches!(next_message(&theirs), Message::Pagefault { address, .. } if address == area.at(1))
+    );
+    assert_eq!(theirs.copy(area.at(1), &page_of(3), false, true), done(1));
+    assert_eq!(child.wait(), 0);
+}
+
 /// A reader that has no descriptor left gets EMFILE for the FORK message again and again, and the fork
 /// hangs; it goes on as soon as there is one.
 #[test]
@@ -204,7 +249,7 @@ fn without_a_free_descriptor_the_fork_hangs_until_there_is_one() {
     let daemon_end = uffd.try_clone().expect("dup");
     let daemon = fork(move || read_with_no_descriptor_left(&daemon_end));
     uffd.register(area.at(0), area.len(), Mode::MISSING_WP).expect("register");
-    let forker = thread::spawn(|| fork(|| 0));
+    let forker = fork_aside(|| 0);
     assert_eq!(daemon.wait(), 0);
     assert_eq!(forker.join().expect("forker").wait(), 0);
 }

@@ -7,7 +7,6 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// Longest time that a read may sleep where the kernel has no read without waiting for the kind of file.
@@ -43,19 +42,13 @@ pub(crate) unsafe fn read_now(
     buffer: *mut u8,
     len: usize,
 ) -> io::Result<usize> {
-    /// Eventfds have it since 5.8, userfaultfds since 6.10.
-    static EVERY_FILE_HAS_NOWAIT: AtomicBool = AtomicBool::new(true);
-    if EVERY_FILE_HAS_NOWAIT.load(Ordering::Relaxed) {
-        let vector = libc::iovec { iov_base: buffer.cast(), iov_len: len };
-        // SAFETY: reads one iovec, which names memory that is writable, as the caller promises.
-        let n =
-            unsafe { libc::preadv2(fd.as_raw_fd(), &raw const vector, 1, -1, libc::RWF_NOWAIT) };
-        match outcome(n) {
-            Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {
-                EVERY_FILE_HAS_NOWAIT.store(false, Ordering::Relaxed);
-            }
-            done => return done,
-        }
+    let vector = libc::iovec { iov_base: buffer.cast(), iov_len: len };
+    // SAFETY: reads one iovec, which names memory that is writable, as the caller promises.
+    let n = unsafe { libc::preadv2(fd.as_raw_fd(), &raw const vector, 1, -1, libc::RWF_NOWAIT) };
+    match outcome(n) {
+        // Eventfds take the flag, and userfaultfds since 6.10; but not those that a FORK message brings.
+        Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {}
+        done => return done,
     }
     if !is_readable(fd)? {
         return Ok(0);
@@ -235,7 +228,7 @@ mod tests {
         assert!(write_now(writer.as_fd(), &line).is_err());
     }
 
-    /// What older kernels get: somebody took what the look had seen.
+    /// What files without the flag get: somebody took what the look had seen.
     #[test]
     fn a_read_that_sleeps_is_interrupted() {
         let fd = blocking_eventfd();

@@ -412,8 +412,9 @@ impl Uffd {
         Outcome::from_errno(rc.err().unwrap_or(0))
     }
 
-    /// Reads messages that are there and gives their number; 0 when there are none. Never blocks (before
-    /// Linux 6.10: never longer than some milliseconds), whatever the flags of the description are.
+    /// Reads messages that are there and gives their number; 0 when there are none. Never blocks, whatever
+    /// the flags of the description are; before Linux 6.10, and where a FORK message brought the descriptor,
+    /// never longer than some milliseconds.
     ///
     /// A FORK message installs a descriptor in this process at this moment.
     ///
