@@ -36,7 +36,7 @@ struct Verdict {
     /// Extents that may move.
     move_mask: u32,
     /// Of these, those that will need a slot.
-    dirty: u32,
+    dirty_mask: u32,
     /// Extents that a fork left shared: they must be made exclusive first.
     prepare_mask: u32,
     /// Extents of which a part is in the store: they must come in before they can leave whole.
@@ -69,9 +69,9 @@ impl<R: Records> Manager<R> {
         let movable = self.spaces.values().any(|s| s.has_helper)
             && (!self.shared.queue.is_empty()
                 || self.spaces.values().any(|s| s.has_helper && !s.resting.is_empty()));
-        let blocked =
-            self.shared.slots_overdue() || self.shared.now < self.shared.store_rests_until;
-        !leaving && !credit && (!movable || blocked || self.fruitless)
+        let granted_soon = self.shared.slots_wanted.is_some() && !self.shared.slots_overdue();
+        let blocked = self.shared.now < self.shared.store_rests_until;
+        !leaving && !credit && (!movable || blocked || self.fruitless && !granted_soon)
     }
 
     /// Keeps room free.
@@ -168,9 +168,14 @@ impl<R: Records> Manager<R> {
         let ignore_age_from = self.shared.queue.len().min(TRIES_MAX / 2);
         // Chunks that must be copied before they can leave, for which there is no room now.
         let mut passed_over = Vec::new();
+        // Without slots the few chunks that can leave may stand anywhere in the queue.
+        let tries_max = match self.shared.slots_wanted {
+            Some(_) => self.shared.queue.len().max(TRIES_MAX),
+            None => TRIES_MAX,
+        };
         while self.shared.gauges.limbo_pages < target
             && moves < MOVES_PER_TURN_MAX
-            && tries < TRIES_MAX
+            && tries < tries_max
         {
             let copied = self.prepared.pop_front();
             let Some((proc, at)) = copied.or_else(|| self.shared.queue.pop_front()) else {
@@ -200,7 +205,7 @@ impl<R: Records> Manager<R> {
                     Some(true) => moves += 1,
                     Some(false) => {}
                     None => {
-                        // No block or no slots: the same for every other chunk.
+                        // The same for every other chunk.
                         back(self);
                         break;
                     }
@@ -287,7 +292,7 @@ impl<R: Records> Manager<R> {
                     verdict.alone |= bit;
                 }
                 if states.any(|s| s == PageState::Dirty) {
-                    verdict.dirty += 1;
+                    verdict.dirty_mask |= bit;
                 }
             }
         }
@@ -305,10 +310,15 @@ impl<R: Records> Manager<R> {
         let shared = &mut self.shared;
         let space = self.spaces.get_mut(&proc)?;
         // Every extent in limbo has a slot that it could go to: a fork can always write it out.
-        let needed = shared.unslotted_extents + u64::from(verdict.dirty);
-        if verdict.dirty > 0 && u64::from(shared.slots.free_slots()) < needed {
+        let needed = shared.unslotted_extents + u64::from(verdict.dirty_mask.count_ones());
+        let mut move_mask = verdict.move_mask;
+        if verdict.dirty_mask != 0 && u64::from(shared.slots.free_slots()) < needed {
             want_slots(shared, effects);
-            return None;
+            // What is clean has its slot already: a full store does not keep it here.
+            move_mask &= !verdict.dirty_mask;
+            if move_mask == 0 {
+                return Some(false);
+            }
         }
         let Some(block) = space.free_block() else {
             // This process' limbo is full; another's may not be.
@@ -320,10 +330,10 @@ impl<R: Records> Manager<R> {
             entry.stage = Stage::Moving;
             entry.home = at;
             entry.since = now;
-            entry.mask = verdict.move_mask;
+            entry.mask = move_mask;
         }
         let alone = verdict.alone;
-        for (first, count) in move_runs(verdict.move_mask, alone) {
+        for (first, count) in move_runs(move_mask, alone) {
             let start = at.plus(u64::from(first) * EXTENT_BYTES);
             let to = space.limbo_addr(block, start);
             let kind = match space.in_place {
