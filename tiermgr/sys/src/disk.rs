@@ -29,6 +29,12 @@ pub enum StoreError {
         /// The store.
         path: PathBuf,
     },
+    /// Nowhere to create it.
+    #[error("the folder of {path} does not exist; make it first")]
+    NoFolder {
+        /// The store.
+        path: PathBuf,
+    },
     /// The user may not open it.
     #[error("{path} may not be opened for reading and writing by this user")]
     NotPermitted {
@@ -202,7 +208,7 @@ impl Opener<'_> {
 
     fn refuse_memory(&self, at: &Path) -> Result<(), StoreError> {
         let kind = file_system_of(at).map_err(|error| match error.kind() {
-            io::ErrorKind::NotFound => StoreError::NotFound { path: self.path.to_owned() },
+            io::ErrorKind::NotFound => StoreError::NoFolder { path: self.path.to_owned() },
             _ => self.io("looking at the file system of")(error),
         })?;
         let kind = match kind {

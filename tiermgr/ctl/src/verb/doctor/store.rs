@@ -68,6 +68,13 @@ fn folder(path: &Path) -> Finding {
         Some(folder) => folder,
         None => Path::new("/"),
     };
+    if !folder.exists() {
+        return Finding::fail(
+            NAME,
+            format!("the folder {} does not exist", folder.display()),
+            format!("mkdir -p {}", folder.display()),
+        );
+    }
     match place::check_folder(folder) {
         Ok(free) => Finding::ok(
             NAME,
