@@ -57,8 +57,8 @@ pub(crate) enum RunError {
     DaemonRefuses(String),
     /// A private daemon needs root.
     #[error(
-        "a private daemon needs root (userfaultfd and fork events): use sudo, or start the system's \
-         daemon with `systemctl start tiermgrd`"
+        "a private daemon needs root (userfaultfd and fork events): use sudo; or have the system's daemon \
+         started (`systemctl start tiermgrd`), and leave out --dram and --nvme"
     )]
     NotRoot,
     /// The limit is too small to work with.
@@ -187,8 +187,13 @@ fn choose_host(socket: Option<&Path>, args: &RunArgs, signals: &Signals) -> Resu
         Some(_) if wants_private => Err(RunError::Contradiction),
         Some(path) => Ok(system(path)?),
         None => {
-            if !wants_private && let Ok(host) = system(Path::new(DEFAULT_SOCKET)) {
-                return Ok(host);
+            if !wants_private {
+                match system(Path::new(DEFAULT_SOCKET)) {
+                    Ok(host) => return Ok(host),
+                    // Without root there is no private daemon either: say how to get at this one.
+                    Err(error @ ConnectError::Forbidden { .. }) => return Err(error.into()),
+                    Err(_) => {}
+                }
             }
             Private::start(args, signals).map(Host::Private)
         }
