@@ -33,6 +33,15 @@ def test_peak_within_two_percent_and_16_mib(run_bounded, workload, box, dram_mib
     assert meter.peaks["held_bytes"] <= limit, (meter.peaks, counters)
 
 
+# What comes back keeps its slot until it is written to, so a store smaller than the data is full.
+def test_peak_holds_with_a_full_store(run_bounded, workload, box):
+    with Meter(box) as meter:
+        _, counters = run_bounded([workload, "fill", 240, 2], 64, store_mib=208, popen=box.popen)
+    assert_worked(counters, 240, 64)
+    limit = 64 * MIB * 102 // 100 + 16 * MIB
+    assert meter.peaks["together_bytes"] <= limit, (meter.peaks, counters)
+
+
 def test_everything_fits_a_cgroup_with_the_daemon_inside(run_bounded, workload, folder):
     limit = 128 * MIB * 102 // 100 + 32 * MIB
     with Box("tight", limit) as box:
