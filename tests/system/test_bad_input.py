@@ -85,9 +85,15 @@ def test_a_store_larger_than_the_disk(folder):
     assert not left.exists() or left.stat().st_blocks == 0, "a refused store keeps its blocks"
 
 
-def test_a_store_on_a_read_only_file_system(folder):
+def needs_mounts_of_its_own():
     if not product.shutil.which("unshare"):
         pytest.skip("unshare is not installed")
+    if not os.path.ismount("/") or subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
+        pytest.skip("mounts cannot be made private here (a chroot, or a container without rights)")
+
+
+def test_a_store_on_a_read_only_file_system(folder):
+    needs_mounts_of_its_own()
     inner = f"""
         mount --make-rprivate / && mount --bind {folder} {folder} &&
         mount -o remount,bind,ro {folder} &&
@@ -101,8 +107,7 @@ def test_a_store_on_a_read_only_file_system(folder):
 
 
 def test_a_machine_without_userfaultfd(folder):
-    if not product.shutil.which("unshare"):
-        pytest.skip("unshare is not installed")
+    needs_mounts_of_its_own()
     inner = f"""
         mount --make-rprivate / && mount --bind /dev/null /dev/userfaultfd &&
         exec {product.DAEMON} --embedded --socket {folder}/socket --state-dir {folder}/state \\
