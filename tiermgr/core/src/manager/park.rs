@@ -69,9 +69,8 @@ impl<R: Records> Manager<R> {
         let movable = self.spaces.values().any(|s| s.has_helper)
             && (!self.shared.queue.is_empty()
                 || self.spaces.values().any(|s| s.has_helper && !s.resting.is_empty()));
-        let granted_soon = self.shared.slots_wanted.is_some() && !self.shared.slots_overdue();
         let blocked = self.shared.now < self.shared.store_rests_until;
-        !leaving && !credit && (!movable || blocked || self.fruitless && !granted_soon)
+        !leaving && !credit && (!movable || blocked || self.fruitless)
     }
 
     /// Keeps room free.
@@ -168,10 +167,10 @@ impl<R: Records> Manager<R> {
         let ignore_age_from = self.shared.queue.len().min(TRIES_MAX / 2);
         // Chunks that must be copied before they can leave, for which there is no room now.
         let mut passed_over = Vec::new();
-        // Without slots the few chunks that can leave may stand anywhere in the queue.
-        let tries_max = match self.shared.slots_wanted {
-            Some(_) => self.shared.queue.len().max(TRIES_MAX),
-            None => TRIES_MAX,
+        // With a full store, the few chunks that can leave may stand anywhere in the queue.
+        let tries_max = match self.shared.slots_overdue() {
+            true => self.shared.queue.len().max(TRIES_MAX),
+            false => TRIES_MAX,
         };
         while self.shared.gauges.limbo_pages < target
             && moves < MOVES_PER_TURN_MAX
@@ -205,7 +204,7 @@ impl<R: Records> Manager<R> {
                     Some(true) => moves += 1,
                     Some(false) => {}
                     None => {
-                        // The same for every other chunk.
+                        // No block or no slots yet: the same for every other chunk.
                         back(self);
                         break;
                     }
@@ -314,7 +313,10 @@ impl<R: Records> Manager<R> {
         let mut move_mask = verdict.move_mask;
         if verdict.dirty_mask != 0 && u64::from(shared.slots.free_slots()) < needed {
             want_slots(shared, effects);
-            // What is clean has its slot already: a full store does not keep it here.
+            if !shared.slots_overdue() {
+                return None;
+            }
+            // The store is full. What is clean has its slot already, and can leave all the same.
             move_mask &= !verdict.dirty_mask;
             if move_mask == 0 {
                 return Some(false);
