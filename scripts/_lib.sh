@@ -21,13 +21,13 @@ die() {
 check_rust() {
     local version minor
     command -v rustc >/dev/null && command -v cargo >/dev/null || die \
-        "no Rust toolchain: install rustc and cargo 1.$RUSTC_MINOR_MIN or later (with rustup:" \
-        "'rustup toolchain install stable'), then run this again"
+        "no Rust toolchain: install rustc and cargo 1.$RUSTC_MINOR_MIN or later, then run this again" \
+        "(Debian 12: 'apt-get install rustc-web cargo-web'; elsewhere: https://rustup.rs)"
     version=$(rustc --version)
     minor=$(sed -E 's/^rustc 1\.([0-9]+)\..*/\1/' <<<"$version")
     if ! [[ $minor =~ ^[0-9]+$ ]] || ((minor < RUSTC_MINOR_MIN)); then
-        die "$version is too old: tiermgr needs 1.$RUSTC_MINOR_MIN or later (Debian 12's own" \
-            "package is 1.63). With rustup: 'rustup toolchain install stable'"
+        die "$version is too old: tiermgr needs 1.$RUSTC_MINOR_MIN or later (Debian 12:" \
+            "'apt-get install rustc-web cargo-web'; with rustup: 'rustup toolchain install stable')"
     fi
 }
 
