@@ -52,6 +52,8 @@ const FIRST_WISH_BYTES: u64 = 64 << 20;
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long a forked child may take to be known: its FORK message comes before it runs.
 const CHILD_TIMEOUT: Duration = Duration::from_secs(2);
+/// How old the counters may be that stand in for those of an executor which does not answer.
+const NOTE_STATS_EVERY: Duration = Duration::from_secs(1);
 /// How long a helper may take for one command on one page.
 const HELPER_TIMEOUT: Duration = Duration::from_secs(2);
 const POLL_PAUSE: Duration = Duration::from_micros(200);
@@ -568,12 +570,19 @@ fn serve(begin: Begin, ended: &Ended, ready: &SyncSender<Result<(), EngineError>
     };
     let guard = AbortOnUnwind;
     answer(ready, Ok(()));
+    let mut noted = Instant::now();
     while !driver.host.is_finished() {
         driver.turn();
         let gauges = driver.manager.gauges();
         let bytes = |pages: u64| pages * ended.page_bytes;
         driver.host.report_use(bytes(gauges.used_pages()), bytes(gauges.credit_pages));
         answer_stats(&mut driver, ended);
+        // For whoever asks while a turn takes longer than they wait.
+        if noted.elapsed() > NOTE_STATS_EVERY {
+            noted = Instant::now();
+            let stats = family_stats(&driver.manager, ended.page_bytes);
+            *ended.last_stats.lock().unwrap_or_else(PoisonError::into_inner) = stats;
+        }
     }
     let stats = family_stats(&driver.manager, ended.page_bytes);
     *ended.last_stats.lock().unwrap_or_else(PoisonError::into_inner) = stats;
