@@ -346,14 +346,18 @@ impl Families {
 
     /// Ends a family of which no process is left.
     pub fn end(&self, family: &Family) {
-        if self.lock().families.remove(&family.number).is_none() {
-            return;
-        }
         let stats = family.executor.stats();
+        {
+            // In one step: at no moment are its counters nowhere.
+            let mut inner = self.lock();
+            if inner.families.remove(&family.number).is_none() {
+                return;
+            }
+            inner.ended.add(&history_of(stats));
+        }
         if let Err(error) = family.executor.stop(false) {
             tracing::warn!(family = family.number, error = %chain(&error), "ending a family");
         }
-        self.lock().ended.add(&history_of(stats));
         self.forget_files(family.number);
         tracing::info!(family = family.number, name = family.name, "the last process has gone");
     }
