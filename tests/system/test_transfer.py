@@ -54,7 +54,7 @@ def test_a_slow_transfer_loses_no_byte(folder, disk, slow, transfer, way, flags,
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                              stdin=subprocess.DEVNULL)
         try:
-            out, err = process.communicate(timeout=100)
+            out, err = process.communicate(timeout=150)
         finally:
             process.kill()
             process.wait()

@@ -228,13 +228,19 @@ impl<R: Records> Manager<R> {
         let Some(space) = self.spaces.get_mut(&proc) else {
             return;
         };
-        let random =
-            space.region_at(at).is_none_or(|region| region.random.contains(region.extent_of(at)));
-        if random {
+        let Some(region) = space.region_at(at) else {
+            return;
+        };
+        if region.random.contains(region.extent_of(at)) {
             return;
         }
+        // A stream ends with its region: what lies beside it is nothing that it will come to.
+        let end = region.span().end().0 / EXTENT_BYTES;
         if let Some((first, count)) = space.streams.faulted(at.0 / EXTENT_BYTES) {
-            space.ahead.push_back((Addr(first * EXTENT_BYTES), count));
+            let count = low_u32(end.saturating_sub(first).min(u64::from(count)));
+            if count > 0 {
+                space.ahead.push_back((Addr(first * EXTENT_BYTES), count));
+            }
         }
     }
 
