@@ -288,12 +288,12 @@ impl Families {
         self.lock().families.len()
     }
 
-    /// Notes that so many processes have attached.
-    pub fn attached(&self, processes: u64) {
-        self.attached_total.fetch_add(processes, Ordering::Relaxed);
+    /// Notes that so many clients have attached.
+    pub fn attached(&self, clients: u64) {
+        self.attached_total.fetch_add(clients, Ordering::Relaxed);
     }
 
-    /// Processes that have attached, or were taken up.
+    /// Clients that have attached, or were taken up.
     #[must_use]
     pub fn attached_total(&self) -> u64 {
         self.attached_total.load(Ordering::Relaxed)

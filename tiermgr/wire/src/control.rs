@@ -58,7 +58,8 @@ pub struct Status {
     pub uptime_s: u64,
     /// Families attached.
     pub families: u32,
-    /// Processes that have attached to this serving process, or that it took up from an earlier one.
+    /// Clients that have attached to this serving process, or that it took up from an earlier one. A
+    /// process may be several: the preload library is one, each connection of the C interface another.
     pub attached_total: u64,
     /// Sum over all families, those that have gone included.
     pub totals: FamilyStats,

@@ -30,7 +30,8 @@ pub(super) struct Report {
     /// A private daemon served the run. Otherwise `totals` is what the daemon did meanwhile, for all of
     /// its programs.
     private_daemon: bool,
-    /// Processes that attached to the daemon during the run. 0: none was limited or parked.
+    /// Clients that attached to the daemon during the run: processes, where one that uses the preload
+    /// library and the C interface counts twice. 0: none was limited or parked.
     attached_processes: u64,
     /// What all programs of the daemon together, and the daemon itself, may have in DRAM.
     dram_limit_bytes: u64,
@@ -96,7 +97,7 @@ impl Report {
             .map_or_else(String::new, |peak| format!(", of which the daemon took {}", bytes(peak)));
         let mut lines = vec![
             format!("{name}: status {} after {:.2} s", self.exit_status, self.wall_seconds),
-            format!("  managed {} processes", count(self.attached_processes)),
+            format!("  managed {} clients", count(self.attached_processes)),
             format!("  dram    {} allowed{peak}", bytes(self.dram_limit_bytes)),
             format!("  disk    {} for what is parked", bytes(self.store_capacity_bytes)),
             format!(
