@@ -18,8 +18,6 @@ use crate::state::{self, FamilyState, Recovered};
 use crate::stats::family_stats;
 use crate::store::Store;
 use crate::wake::Wake;
-use std::fs::File;
-use std::io::Read;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -34,7 +32,7 @@ use tiermgr_core::record::Records;
 use tiermgr_core::units::{Addr, EXTENT_BYTES, Geometry, ProcId, RequestId, Span};
 use tiermgr_sys::memory::read_memory;
 use tiermgr_sys::probe::KernelFeatures;
-use tiermgr_sys::process::{page_size, set_io_flusher, set_name};
+use tiermgr_sys::process::{page_size, random_bytes, set_io_flusher, set_name};
 use tiermgr_sys::ring::{Command, Completion, RingOwner};
 use tiermgr_wire::control::{FamilyStats, RegionRow};
 use tiermgr_wire::hello::Class;
@@ -472,12 +470,7 @@ fn empty_page(prepared: &mut Prepared, page: Addr) -> Result<(), EngineError> {
 }
 
 fn random_seed() -> Result<u128, EngineError> {
-    let path = "/dev/urandom";
-    let mut bytes = [0; 16];
-    File::open(path)
-        .and_then(|mut file| file.read_exact(&mut bytes))
-        .map_err(EngineError::state("reading", path))?;
-    Ok(u128::from_ne_bytes(bytes))
+    random_bytes().map(u128::from_ne_bytes).map_err(EngineError::kernel("drawing a nonce"))
 }
 
 /// What the thread of a family leaves behind.

@@ -7,14 +7,15 @@
 use crate::room::FamilyId;
 use crate::slots::{SEGMENT_BYTES, SEGMENT_SLOTS, Slots, Sums};
 use crate::wake::Wake;
-use std::fs::{self, File};
-use std::io::{self, Read};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use tiermgr_core::units::{EXTENT_BYTES, SlotId};
 use tiermgr_sys::disk::{self, StoreFile};
 use tiermgr_sys::memory::AnonBuffer;
+use tiermgr_sys::process::random_bytes;
 use tiermgr_sys::shm::SharedFile;
 
 /// Where slot 1 begins in the store.
@@ -151,7 +152,10 @@ impl Store {
             };
             (open("segments")?, open("sums")?)
         } else {
-            let header = Header { generation: random()?, segments };
+            let generation = random_bytes()
+                .map(u64::from_le_bytes)
+                .map_err(in_state("drawing the generation in", identity.clone()))?;
+            let header = Header { generation, segments };
             let files = make_state(&state, header)?;
             header.write(&file)?;
             files
@@ -337,15 +341,6 @@ fn make_state(state: &Path, header: Header) -> Result<(SharedFile, SharedFile), 
     fs::rename(state.join("identity.new"), state.join("identity"))
         .map_err(in_state("renaming", state.join("identity.new")))?;
     Ok((owners, sums))
-}
-
-fn random() -> Result<u64, StoreError> {
-    let path = Path::new("/dev/urandom");
-    let mut bytes = [0; 8];
-    File::open(path)
-        .and_then(|mut file| file.read_exact(&mut bytes))
-        .map_err(in_state("reading", path.to_path_buf()))?;
-    Ok(u64::from_le_bytes(bytes))
 }
 
 #[cfg(test)]
