@@ -399,10 +399,10 @@ fn a_drain_takes_along_what_is_forked_meanwhile() {
     }
 }
 
-#[test]
-fn a_client_survives_restarts_at_any_time() {
+/// A client goes on with `scenario` while what serves it is replaced, now at once and now after a while.
+fn endure(scenario: &str) {
     let Some(mut world) = World::new(32 * MIB) else { return };
-    let client = world.start("endure");
+    let client = world.start(scenario);
     wait_until_parked(&world, MIB);
     for pause_ms in [0, 1, 3, 10, 50, 100, 200, 5, 2] {
         thread::sleep(Duration::from_millis(pause_ms));
@@ -411,6 +411,11 @@ fn a_client_survives_restarts_at_any_time() {
     thread::sleep(Duration::from_millis(300));
     fs::write(world.folders.state.join("go"), "").unwrap();
     world.finish(client);
+}
+
+#[test]
+fn a_client_survives_restarts_at_any_time() {
+    endure("endure");
 }
 
 /// Opens a descriptor under the number of another, which nobody owns any more.
@@ -461,16 +466,7 @@ fn a_helper_without_its_ring_is_ended_at_a_restart() {
 
 #[test]
 fn a_family_survives_restarts_while_it_forks() {
-    let Some(mut world) = World::new(32 * MIB) else { return };
-    let client = world.start("endure_forks");
-    wait_until_parked(&world, MIB);
-    for pause_ms in [0, 1, 3, 10, 50, 100, 200, 5, 2] {
-        thread::sleep(Duration::from_millis(pause_ms));
-        world.restart();
-    }
-    thread::sleep(Duration::from_millis(300));
-    fs::write(world.folders.state.join("go"), "").unwrap();
-    world.finish(client);
+    endure("endure_forks");
 }
 
 #[test]
