@@ -4,6 +4,7 @@
 //! which assumption to look at, not that the test is to be changed.
 
 use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
 use std::thread;
 use std::time::Duration;
 use tiermgr_sys::abi;
@@ -100,7 +101,7 @@ fn the_first_write_to_a_protected_page_is_reported() {
 #[test]
 fn an_absent_page_can_be_protected_and_is_still_absent() {
     let _begun = begin("markers");
-    let Some(uffd) = userfaultfd(ARENA) else { return };
+    let Some(uffd) = userfaultfd(ARENA | abi::FEATURE_WP_UNPOPULATED) else { return };
     let area = Area::new(2);
     uffd.register(area.at(0), area.len(), Mode::MISSING_WP).expect("register");
     assert_eq!(uffd.protect(area.at(0), page_size(), true, false), Outcome::Done);
@@ -256,7 +257,7 @@ fn unregister_lets_waiters_go_with_zeros() {
 #[test]
 fn a_poisoned_page_is_an_error_and_never_zeros() {
     let _begun = begin("POISON");
-    let Some(uffd) = userfaultfd(ARENA) else { return };
+    let Some(uffd) = userfaultfd(ARENA | abi::FEATURE_POISON) else { return };
     let area = Area::new(3);
     uffd.register(area.at(0), area.len(), Mode::MISSING_WP).expect("register");
     assert_eq!(uffd.copy(area.at(0), &page_of(1), false, true), done(1));
@@ -269,6 +270,25 @@ fn a_poisoned_page_is_an_error_and_never_zeros() {
     uffd.unregister(area.at(0), area.len()).expect("unregister");
     let status = tiermgr_tests::memory::fork(move || i32::from(area.read(1) != 0)).wait();
     assert_eq!(status, 128 + libc::SIGBUS, "poison outlives the registration, also in a child");
+}
+
+/// `/proc/PID/mem` ends at a page that a userfaultfd would have to serve, where `process_vm_readv` waits: a
+/// daemon that reads through it never waits for itself.
+#[test]
+fn a_read_through_proc_mem_ends_at_an_absent_page() {
+    let _begun = begin("/proc/PID/mem");
+    let Some(uffd) = userfaultfd(ARENA) else { return };
+    let area = Area::new(2);
+    uffd.register(area.at(0), area.len(), Mode::MISSING_WP).expect("register");
+    assert_eq!(uffd.copy(area.at(0), &page_of(1), false, true), done(1));
+    let memory = std::fs::File::open("/proc/self/mem").expect("open");
+    let page = usize::try_from(page_size()).expect("small");
+    let mut into = vec![0xff; 2 * page];
+    assert_eq!(memory.read_at(&mut into, area.at(0)).expect("the first page"), page);
+    assert_eq!(into[page], 0xff, "nothing came for the second");
+    let error = memory.read_at(&mut into, area.at(1)).expect_err("absent");
+    assert_eq!(error.raw_os_error(), Some(libc::EIO));
+    assert_eq!(message_now(&uffd), None, "nobody was asked for it");
 }
 
 /// A userfaultfd that is passed on serves the memory of the process that made it.

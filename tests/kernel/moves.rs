@@ -3,6 +3,7 @@
 #![expect(clippy::expect_used, reason = "a test ends where it fails")]
 
 use std::thread;
+use tiermgr_sys::abi;
 use tiermgr_sys::memory::read_memory;
 use tiermgr_sys::process::page_size;
 use tiermgr_sys::uffd::{Installed, Message, Mode, Outcome, Uffd};
@@ -17,7 +18,11 @@ fn done(pages: u64) -> Installed {
 
 /// An arena with `first + page` in each page, and a limbo of the same size, each with its descriptor.
 fn arena_and_limbo(pages: u64, first: u64) -> Option<(Uffd, Area, Uffd, Area)> {
-    let (arena, limbo) = (userfaultfd(ARENA)?, userfaultfd(LIMBO)?);
+    arena_with(ARENA, pages, first)
+}
+
+fn arena_with(features: u64, pages: u64, first: u64) -> Option<(Uffd, Area, Uffd, Area)> {
+    let (arena, limbo) = (userfaultfd(features)?, userfaultfd(LIMBO)?);
     let (home, away) = (Area::filled(pages, first), Area::new(pages));
     arena.register(home.at(0), home.len(), Mode::MISSING_WP).expect("register");
     limbo.register(away.at(0), away.len(), Mode::MISSING).expect("register");
@@ -118,7 +123,8 @@ fn a_move_works_on_protected_pages_and_drops_the_protection() {
 #[test]
 fn a_move_onto_a_marker_is_refused() {
     let _begun = begin("markers");
-    let Some((arena, home, limbo, away)) = arena_and_limbo(2, 1) else { return };
+    let with_markers = ARENA | abi::FEATURE_WP_UNPOPULATED;
+    let Some((arena, home, limbo, away)) = arena_with(with_markers, 2, 1) else { return };
     assert_eq!(move_pages(&limbo, (&away, 0), (&home, 0), 1, false), done(1));
     assert_eq!(arena.protect(home.at(0), page_size(), true, false), Outcome::Done);
     assert!(home.entry(0).swapped() && !home.present(0));

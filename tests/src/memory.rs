@@ -231,11 +231,10 @@ pub fn page_of(value: u64) -> Vec<u8> {
 pub const ARENA: u64 = abi::FEATURE_PAGEFAULT_FLAG_WP
     | abi::FEATURE_EVENT_FORK
     | abi::FEATURE_EVENT_REMAP
-    | abi::FEATURE_EVENT_UNMAP
-    | abi::FEATURE_WP_UNPOPULATED;
+    | abi::FEATURE_EVENT_UNMAP;
 
-/// Features of the descriptor that serves limbo.
-pub const LIMBO: u64 = abi::FEATURE_SIGBUS;
+/// Features of the descriptor that serves limbo, where pages move.
+pub const LIMBO: u64 = abi::FEATURE_SIGBUS | abi::FEATURE_MOVE;
 
 /// A userfaultfd of this process with these features; where there is none, says so and gives `None`.
 ///

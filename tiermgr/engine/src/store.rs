@@ -11,7 +11,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use tiermgr_core::units::{EXTENT_BYTES, SlotId};
 use tiermgr_sys::disk::{self, StoreFile};
 use tiermgr_sys::memory::AnonBuffer;
@@ -78,10 +78,10 @@ pub enum StoreError {
         /// The store.
         path: PathBuf,
     },
-    /// The state directory belongs to another store, or to this one before it was changed.
+    /// The state directory has leases of another store, or of this one before it was changed.
     #[error(
-        "the state in {state} belongs to another store than {path}; give the store back, or stop all \
-         clients and remove the state"
+        "clients of an earlier daemon have memory in another store than {path} (state: {state}); \
+         configure that store, or end all clients and remove the state"
     )]
     Mismatch {
         /// The store.
@@ -117,7 +117,6 @@ pub struct Store {
     file: StoreFile,
     slots: Slots,
     sums: Sums,
-    recovered: bool,
 }
 
 impl Store {
@@ -139,8 +138,7 @@ impl Store {
         let state = config.state_dir.join("store");
         let mismatch = || StoreError::Mismatch { path: config.path.clone(), state: state.clone() };
         let identity = state.join("identity");
-        let recovered = identity.exists();
-        let (owners, sums) = if recovered {
+        let (owners, sums) = if identity.exists() && has_leases(&state)? {
             let known = read_identity(&identity)?;
             let header = header.ok_or_else(mismatch)?;
             if known != header || known.segments > segments {
@@ -163,13 +161,7 @@ impl Store {
         let segments = u32::try_from(owners.len() / 8).unwrap_or(0).min(segments);
         let slots =
             Slots::open(owners, segments).map_err(in_state("reading", state.join("segments")))?;
-        Ok(Arc::new(Self { file, slots, sums: Sums::new(sums), recovered }))
-    }
-
-    /// Whether the state directory had leases of an earlier daemon.
-    #[must_use]
-    pub const fn is_recovered(&self) -> bool {
-        self.recovered
+        Ok(Arc::new(Self { file, slots, sums: Sums::new(sums) }))
     }
 
     /// What it was opened from.
@@ -318,6 +310,16 @@ fn identity_mark() -> u64 {
     u64::from_le_bytes(MAGIC) ^ u64::from(FORMAT) << 56
 }
 
+/// Whether any family of an earlier daemon holds a segment. Where none does, nothing binds the state to
+/// the store that it was made for.
+fn has_leases(state: &Path) -> Result<bool, StoreError> {
+    let path = state.join("segments");
+    let owners = SharedFile::open(&path).map_err(in_state("opening", path))?;
+    let words = usize::try_from(owners.len() / 8).unwrap_or(usize::MAX);
+    let is_leased = |owner: &AtomicU64| owner.load(Ordering::Acquire) != 0;
+    Ok(owners.words(0, words).is_none_or(|owners| owners.iter().any(is_leased)))
+}
+
 /// Makes the state files of a store that has none. The identity comes last: without it the others
 /// count for nothing.
 fn make_state(state: &Path, header: Header) -> Result<(SharedFile, SharedFile), StoreError> {
@@ -376,14 +378,12 @@ mod tests {
         let config = config(&disk, &state);
         let wake = Arc::new(Wake::silent());
         let store = Store::open(&config).unwrap();
-        assert!(!store.is_recovered());
         assert_eq!(store.take(5, &wake), Some((SlotId(1), 128)));
         assert_eq!(store.usage().used_bytes, SEGMENT_BYTES);
         assert_eq!(store.usage().capacity_bytes, 4 * SEGMENT_BYTES);
         drop(store);
 
         let store = Store::open(&config).unwrap();
-        assert!(store.is_recovered());
         assert_eq!(store.held_by(5), [SlotId(1)]);
         drop(store);
 
@@ -394,6 +394,26 @@ mod tests {
 
         fs::write(&config.path, vec![7; 64 << 20]).unwrap();
         assert!(matches!(Store::open(&fresh), Err(StoreError::Foreign { .. })));
+    }
+
+    #[test]
+    fn without_leases_another_store_is_taken_and_a_larger_one_is_used_whole() {
+        let (disk, state) = (Scratch::on_disk(), Scratch::new());
+        let config = config(&disk, &state);
+        let wake = Arc::new(Wake::silent());
+        let store = Store::open(&config).unwrap();
+        store.take(5, &wake).unwrap();
+        store.give_back_all(5);
+        drop(store);
+
+        let size_bytes = Some(DATA_OFFSET + 9 * SEGMENT_BYTES);
+        let other = StoreConfig { path: disk.path("other"), size_bytes, ..config.clone() };
+        let store = Store::open(&other).unwrap();
+        assert_eq!(store.usage().capacity_bytes, 9 * SEGMENT_BYTES);
+        store.take(6, &wake).unwrap();
+        drop(store);
+        assert!(matches!(Store::open(&config), Err(StoreError::Mismatch { .. })));
+        assert_eq!(Store::open(&other).unwrap().held_by(6), [SlotId(1)]);
     }
 
     #[test]

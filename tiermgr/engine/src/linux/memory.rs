@@ -244,11 +244,11 @@ impl LinuxHost {
         let attached = self.procs.get(proc).and_then(|known| known.attached.as_ref());
         let pid = self.procs.get(proc).map_or(0, |known| known.entry.pid);
         let bytes = match (attached, self.io.staged_mut(to)) {
-            // Without a move pages are read where they are, which the manager has just looked up: a
-            // read of an absent page there would wait for this very thread.
-            (Some(attached), Some(staged))
-                if !self.config.features.uffd_move || inside(attached.limbo, from, to.len) =>
-            {
+            // Without a move pages are read where they are.
+            (Some(attached), Some(staged)) if !self.config.features.uffd_move => {
+                read_through_descriptor(attached, from, staged)
+            }
+            (Some(attached), Some(staged)) if inside(attached.limbo, from, to.len) => {
                 read_limbo(attached, pid, from, staged)
             }
             _ => 0,
@@ -311,6 +311,13 @@ fn read_limbo(attached: &Attached, pid: i32, from: Addr, staged: &mut [u8]) -> u
             return read.ok().and_then(|bytes| u64::try_from(bytes).ok()).unwrap_or(0);
         }
     }
+    read_through_descriptor(attached, from, staged)
+}
+
+/// Reads through `/proc/PID/mem`, which never waits for a userfaultfd: an absent page ends it. Where the
+/// program zaps a page between the look at its page table and this read, `process_vm_readv` would wait for
+/// this very thread.
+fn read_through_descriptor(attached: &Attached, from: Addr, staged: &mut [u8]) -> u64 {
     let mut done = 0;
     while done < staged.len() {
         let Some(rest) = staged.get_mut(done..) else { break };
