@@ -256,11 +256,14 @@ fn without_a_free_descriptor_the_fork_hangs_until_there_is_one() {
 
 /// 0 when the message was refused with EMFILE twice and came once a descriptor was free.
 fn read_with_no_descriptor_left(uffd: &Uffd) -> i32 {
+    if tiermgr_sys::nowait::prepare_thread().is_err() {
+        return 4;
+    }
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: getrlimit writes one rlimit.
     unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) };
-    // A limit of nothing: every number is taken.
-    let none = libc::rlimit { rlim_cur: 0, rlim_max: limit.rlim_max };
+    // Every number is taken. A limit of 0 would make poll refuse too.
+    let none = libc::rlimit { rlim_cur: 1, rlim_max: limit.rlim_max };
     // SAFETY: setrlimit reads one rlimit.
     unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const none) };
     let mut messages = [Msg::default()];

@@ -10,6 +10,7 @@ use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::time::Duration;
 use tiermgr_sys::keeper::{ForkResult, UFFD_LINK, clone_sharing_files, close_all_but, list_uffds};
 use tiermgr_sys::memory::PageEntry;
+use tiermgr_sys::nowait::prepare_thread;
 use tiermgr_sys::process::page_size;
 use tiermgr_sys::shm::{SharedFile, sealed_memfd};
 use tiermgr_sys::sock::Stream;
@@ -104,6 +105,9 @@ impl ForkingClient {
 
 /// Reads until a FORK message has come, then is killed at the next instruction.
 fn read_fork_and_die(uffd: &Uffd) -> i32 {
+    if prepare_thread().is_err() {
+        return 2;
+    }
     let mut messages = [Msg::default()];
     let came = eventually(LIMIT, || matches!(uffd.read_messages(&mut messages), Ok(1)));
     if came && matches!(messages[0].parse(), Some(Message::Fork { .. })) {
@@ -203,6 +207,9 @@ fn messages_read_into_shared_memory_survive() {
     let reader = fork(move || {
         let Ok(buffer) = SharedFile::map(twin, len) else { return 1 };
         let Some(slice) = buffer.slice(0, len) else { return 2 };
+        if prepare_thread().is_err() {
+            return 4;
+        }
         let came = eventually(LIMIT, || reader_end.read_messages_into(&slice).is_ok_and(|n| n > 0));
         if came {
             // SAFETY: takes an integer.

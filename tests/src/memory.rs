@@ -9,6 +9,7 @@ use std::io;
 use std::os::fd::AsFd;
 use tiermgr_sys::abi;
 use tiermgr_sys::memory::{PageEntry, Pagemap};
+use tiermgr_sys::nowait;
 use tiermgr_sys::process::page_size;
 use tiermgr_sys::uffd::{DeviceFd, Installed, Message, Msg, Uffd, handshake, new_from_device};
 
@@ -242,6 +243,9 @@ pub const LIMBO: u64 = abi::FEATURE_SIGBUS | abi::FEATURE_MOVE;
 /// In strict mode where there is none.
 pub fn userfaultfd(features: u64) -> Option<Uffd> {
     let made = || -> io::Result<Uffd> {
+        // Whoever reads a FORK message must not allocate: the C library keeps malloc locked until the fork
+        // is through.
+        nowait::prepare_thread()?;
         let device = DeviceFd::open().map_err(io::Error::other)?;
         let fd = new_from_device(device.as_fd())?;
         handshake(fd.as_fd(), features)?;

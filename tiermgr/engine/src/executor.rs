@@ -31,6 +31,7 @@ use tiermgr_core::manager::{Manager, ManagerConfig};
 use tiermgr_core::record::Records;
 use tiermgr_core::units::{Addr, EXTENT_BYTES, Geometry, ProcId, RequestId, Span};
 use tiermgr_sys::memory::read_memory;
+use tiermgr_sys::nowait;
 use tiermgr_sys::probe::KernelFeatures;
 use tiermgr_sys::process::{page_size, random_bytes, set_io_flusher, set_name};
 use tiermgr_sys::ring::{Command, Completion, RingOwner};
@@ -523,6 +524,7 @@ struct Begin {
 
 impl Begin {
     fn driver(self) -> Result<Driver<LinuxHost, StateRecords>, EngineError> {
+        nowait::prepare_thread().map_err(EngineError::kernel("making a timer for reads"))?;
         let mut records = self.state.records();
         let Some(found) = self.found else {
             let host = LinuxHost::new(self.host_config, self.state)?;

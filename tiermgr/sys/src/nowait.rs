@@ -5,6 +5,7 @@
 //! also between our look at it and our read, and drain what we saw. So the flag is kept set (a poll of a
 //! blocking userfaultfd answers with an error at once, and would make a loop), and never relied on.
 
+use std::cell::RefCell;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::time::Duration;
@@ -28,6 +29,23 @@ pub fn make_nonblocking(fd: BorrowedFd<'_>) -> io::Result<bool> {
     // SAFETY: F_SETFL takes an integer and touches no memory.
     let rc = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, flags | libc::O_NONBLOCK) };
     if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(true) }
+}
+
+thread_local! {
+    static TIMER: RefCell<Option<Timer>> = const { RefCell::new(None) };
+}
+
+/// Makes what reads on this thread may need. Without it the first of them does, and allocates. A forked
+/// child inherits no timers: there this must be called again.
+///
+/// # Errors
+/// Of making a timer (EAGAIN: the user has too many).
+pub fn prepare_thread() -> io::Result<()> {
+    TIMER.with_borrow_mut(|timer| {
+        *timer = None;
+        *timer = Some(Timer::new()?);
+        Ok(())
+    })
 }
 
 /// Reads what is there; 0 when nothing is.
@@ -118,11 +136,11 @@ fn is_readable(fd: BorrowedFd<'_>) -> io::Result<bool> {
 /// # Safety
 /// As [`read_now`].
 unsafe fn read_for_a_moment(fd: BorrowedFd<'_>, buffer: *mut u8, len: usize) -> io::Result<usize> {
-    thread_local! {
-        static TIMER: io::Result<Timer> = Timer::new();
-    }
-    TIMER.with(|timer| {
-        let timer = timer.as_ref().map_err(|error| io::Error::from(error.kind()))?;
+    TIMER.with_borrow_mut(|made| {
+        let timer = match made {
+            Some(timer) => timer,
+            none => none.insert(Timer::new()?),
+        };
         timer.set(SLEEP_MAX)?;
         // SAFETY: as the caller promises.
         let n = outcome(unsafe { libc::read(fd.as_raw_fd(), buffer.cast(), len) });
