@@ -99,6 +99,22 @@ fn fork_and_the_parent_exits_without_uffd_move() {
     at_half_with("fork_parent_exits", &[], recalls_min(), WITHOUT_MOVE);
 }
 
+/// Forks in the tests that say so. `TIERMGR_TEST_FORKS` makes them more.
+fn forks() -> String {
+    std::env::var("TIERMGR_TEST_FORKS").unwrap_or_else(|_| "50".to_owned())
+}
+
+#[test]
+fn forks_beside_writing_threads() {
+    at_half("fork_threads", &[("FORKS", &forks())], recalls_min());
+}
+
+#[test]
+fn forks_beside_writing_threads_without_uffd_move() {
+    // Each waits for pages to rest a while before they can leave.
+    at_half_with("fork_threads", &[("FORKS", "4")], recalls_min() / 2, WITHOUT_MOVE);
+}
+
 #[test]
 fn threads_exit_while_others_fault() {
     at_half("thread_exit", &[], recalls_min() / 2);

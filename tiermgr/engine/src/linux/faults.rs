@@ -35,8 +35,11 @@ impl LinuxHost {
         // By position: a FORK adds a process at the end, and it has messages of its own to read.
         while let Some(known) = self.procs.live_at(at) {
             at += 1;
+            if known.batch > 0 {
+                continue;
+            }
             let polled = std::mem::take(&mut known.readable);
-            if known.batch > 0 || !(polled || unasked && !known.entry.gone) {
+            if !(polled || unasked && !known.entry.gone) {
                 continue;
             }
             match self.state.messages.read(known.id, &known.arena) {

@@ -78,7 +78,7 @@ impl LinuxHost {
         } else {
             (0, IoctlOutcome::NoMemory)
         };
-        self.outcomes.push(Event::Copied { op, bytes, outcome });
+        self.copied(op, proc, bytes, outcome);
     }
 
     pub(super) fn zero(&mut self, op: OpId, proc: ProcId, to: Span) {
@@ -92,7 +92,22 @@ impl LinuxHost {
         } else {
             (0, IoctlOutcome::NoMemory)
         };
+        self.copied(op, proc, bytes, outcome);
+    }
+
+    fn copied(&mut self, op: OpId, proc: ProcId, bytes: u64, outcome: IoctlOutcome) {
+        self.read_if_pending(proc, outcome);
         self.outcomes.push(Event::Copied { op, bytes, outcome });
+    }
+
+    /// Until a queued event is read the kernel refuses every try. Whoever tries again at once never sleeps,
+    /// and no poll tells of the event.
+    fn read_if_pending(&mut self, proc: ProcId, outcome: IoctlOutcome) {
+        if outcome == IoctlOutcome::EventsPending
+            && let Some(known) = self.procs.get_mut(proc)
+        {
+            known.readable = true;
+        }
     }
 
     /// Gives a page of zeros to whoever touches the nonce page: it is nobody's memory, and only a
@@ -108,6 +123,11 @@ impl LinuxHost {
         let outcome = self.procs.get(proc).map_or(IoctlOutcome::NoProcess, |known| {
             outcome_of(known.arena.protect(span.start.0, span.len, on, !on))
         });
+        self.protected(op, proc, outcome);
+    }
+
+    fn protected(&mut self, op: OpId, proc: ProcId, outcome: IoctlOutcome) {
+        self.read_if_pending(proc, outcome);
         self.outcomes.push(Event::Protected { op, outcome });
     }
 
@@ -120,7 +140,7 @@ impl LinuxHost {
                 other => outcome_of(other),
             }
         });
-        self.outcomes.push(Event::Protected { op, outcome });
+        self.protected(op, proc, outcome);
     }
 
     /// An ioctl that never changes anything, whatever the answer.
@@ -172,6 +192,9 @@ impl LinuxHost {
                 rest = Span::new(rest.start.plus(done), rest.len - done);
             }
             known.arena.wake(span.start.0, span.len);
+        }
+        if delayed {
+            self.read_if_pending(proc, IoctlOutcome::EventsPending);
         }
         self.poison_delayed |= delayed;
     }
