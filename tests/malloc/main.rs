@@ -193,6 +193,27 @@ fn system_calls_on_parked_memory_without_uffd_move() {
     at_half_with("syscalls", &[("EXPECT_PARKED", "1")], recalls_min(), WITHOUT_MOVE);
 }
 
+/// A mapping that is none of ours: what it needs to stay what it is, and that what can leave does.
+fn foreign(what: &str, recalled_pages_min: u64) {
+    at_half("foreign", &[("WHAT", what)], recalled_pages_min);
+    at_half_with("foreign", &[("WHAT", what)], recalled_pages_min, WITHOUT_MOVE);
+}
+
+#[test]
+fn a_file_in_place_of_managed_memory_stays() {
+    foreign("file", recalls_min() / 2);
+}
+
+#[test]
+fn memory_with_a_userfaultfd_of_the_programs_own_stays() {
+    foreign("uffd", recalls_min() / 2);
+}
+
+#[test]
+fn mappings_of_a_child_where_its_parent_had_memory_stay() {
+    foreign("dontfork", recalls_min() / 2);
+}
+
 #[test]
 fn descriptors_are_guarded() {
     at_half("descriptors", &[], 0);

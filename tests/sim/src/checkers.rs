@@ -15,8 +15,8 @@ use tiermgr_core::units::{Addr, CHUNK_BYTES, EXTENT_BYTES, ProcId, RecordIndex};
 /// Turns after which a new daemon has looked at everything.
 const TURNS_TO_LOOK: u64 = 500;
 
-/// Turns after which a fork has been followed to the end.
-const TURNS_TO_FOLLOW: u64 = 200;
+/// Turns after which a fork has been followed to the end, its child's memory armed and looked at.
+const TURNS_TO_FOLLOW: u64 = 600;
 
 type Checked = Result<(), Violation>;
 

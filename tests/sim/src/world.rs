@@ -98,6 +98,14 @@ pub struct World {
 
 const ACTORS: usize = 6;
 
+/// Instants count from the start of the machine, which may be long ago. Drawn from a copy of the generator:
+/// what else a seed does must not depend on it.
+fn first_instant(mut rng: Rng) -> Tick {
+    const WRAP_MS: u64 = 1 << 32;
+    let ms = rng.pick(&[1, WRAP_MS / 2 - 200, WRAP_MS - 200, 17 * WRAP_MS / 4]);
+    Tick(ms * 1_000_000)
+}
+
 impl World {
     /// The world of `scenario`, with one client that the daemon is about to hear of.
     #[must_use]
@@ -107,10 +115,11 @@ impl World {
         client.known = true;
         client.born = true;
         let store = Store::new(scenario.layout.page_bytes, scenario.segments);
+        let now = first_instant(rng.clone());
         Self {
             scenario,
             rng,
-            now: Tick(1_000_000),
+            now,
             turn: 0,
             frames: Frames::default(),
             procs: vec![client],

@@ -37,6 +37,27 @@ pub fn read_memory(pid: i32, from: &[(u64, u64)], into: &mut [u8]) -> io::Result
     usize::try_from(n).map_err(|_negative| io::Error::last_os_error())
 }
 
+/// What of the addresses from `start` to `end` is mapped in a process, mapping by mapping.
+///
+/// # Errors
+/// Of reading `/proc/PID/maps`; `InvalidData` where a line of it is no mapping.
+pub fn mappings_in(pid: i32, start: u64, end: u64) -> io::Result<Vec<(u64, u64)>> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/maps"))?;
+    let parse = |line: &str| {
+        let (from, to) = line.split_once(' ')?.0.split_once('-')?;
+        Some((u64::from_str_radix(from, 16).ok()?, u64::from_str_radix(to, 16).ok()?))
+    };
+    let mut found = Vec::new();
+    for line in text.lines() {
+        let (from, to) = parse(line).ok_or(io::ErrorKind::InvalidData)?;
+        let part = (from.max(start), to.min(end));
+        if part.0 < part.1 {
+            found.push(part);
+        }
+    }
+    Ok(found)
+}
+
 /// One page of `/proc/PID/pagemap`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(transparent)]
@@ -273,5 +294,17 @@ mod tests {
         assert!(entries.iter().all(|e| e.present() && e.exclusive() && !e.write_protected()));
         assert_eq!(map.read(0, &mut entries).expect("read"), 4);
         assert!(entries.iter().all(|e| !e.present()));
+    }
+
+    #[test]
+    fn mappings_are_those_of_the_range_and_cut_to_it() {
+        let buffer = AnonBuffer::new(8 << 20).expect("mmap");
+        let start = buffer.as_slice().as_ptr().addr() as u64;
+        let page = page_size();
+        let me = std::process::id().cast_signed();
+        let found = mappings_in(me, start + page, start + 4 * page).expect("maps");
+        assert_eq!(found, [(start + page, start + 4 * page)]);
+        assert_eq!(mappings_in(me, 0, 4096).expect("maps"), []);
+        assert!(mappings_in(0, 0, u64::MAX).is_err());
     }
 }

@@ -62,11 +62,14 @@ pub struct Page {
     pub pte: Pte,
     /// The mapping.
     pub vma: Vma,
+    /// A fork has shared it, and nobody has protected it since: a write copies it without a word.
+    pub unshielded: bool,
 }
 
 impl Page {
-    const HOLE: Self = Self { pte: Pte::NONE, vma: Vma::Hole };
-    const LIMBO: Self = Self { pte: Pte::NONE, vma: Vma::Managed { armed: true } };
+    const HOLE: Self = Self { pte: Pte::NONE, vma: Vma::Hole, unshielded: false };
+    const LIMBO: Self =
+        Self { pte: Pte::NONE, vma: Vma::Managed { armed: true }, unshielded: false };
 }
 
 /// Where things lie: an arena of chunks, and limbo.
@@ -342,6 +345,7 @@ impl Mm {
                 Pte::Absent { marker } => *marker = on && markers,
                 Pte::Poison => {}
             }
+            page.unshielded &= !on;
         }
         if !on && outcome == IoctlOutcome::Done {
             self.wake(span);
@@ -481,14 +485,13 @@ impl Mm {
                 if frames.is_pinned(*frame) && *exclusive {
                     let own = frames.alloc(frames.generation(*frame));
                     child.silent_copies += 1;
-                    *copy = Page {
-                        pte: Pte::Present { frame: own, wp: *wp, exclusive: true },
-                        vma: mine.vma,
-                    };
+                    let pte = Pte::Present { frame: own, wp: *wp, exclusive: true };
+                    *copy = Page { pte, vma: mine.vma, unshielded: false };
                     continue;
                 }
                 frames.map(*frame);
                 *exclusive = false;
+                mine.unshielded = true;
             }
             *copy = *mine;
         }

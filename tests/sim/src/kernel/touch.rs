@@ -71,7 +71,7 @@ impl Mm {
             Pte::Present { frame, exclusive, .. } => !exclusive && frames.maps(frame) > 1,
             _ => false,
         };
-        if shared && access != Access::Read && (self.unshielded || access == Access::PinRead) {
+        if shared && access != Access::Read && (page.unshielded || access == Access::PinRead) {
             self.silent_copies += 1;
         }
         let frame = if access == Access::Read {

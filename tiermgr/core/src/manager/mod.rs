@@ -25,6 +25,7 @@ mod place;
 mod prepare;
 mod recover;
 mod request;
+mod rest;
 mod shared;
 mod space;
 mod write;

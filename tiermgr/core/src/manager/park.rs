@@ -8,7 +8,7 @@
 use super::Manager;
 use super::limbo::settle_block;
 use super::op::{ArmThen, Kind, Op};
-use super::shared::{Shared, millis};
+use super::shared::Shared;
 use super::space::{Stage, extent_mask, runs};
 use super::write::want_slots;
 use crate::effect::{Command, Effect};
@@ -262,7 +262,6 @@ impl<R: Records> Manager<R> {
             && !space.is_held()
             && region.closing.is_none();
         let quarter = low_u32(shared.gauges.resident_pages / u64::from(shared.extent_pages()) / 4);
-        let now_ms = millis(shared.now);
         let first = region.extent_of(at);
         for position in 0..CHUNK_EXTENTS {
             let extent = first + position;
@@ -273,7 +272,7 @@ impl<R: Records> Manager<R> {
             let note = region.note(extent);
             let bit = 1 << position;
             let young = mind_age && shared.stamp.wrapping_sub(note.stamp) < quarter;
-            let refused = note.rests_until_ms > now_ms;
+            let refused = note.rest.lasts(shared.now);
             let away =
                 states.any(|s| s.is_limbo() || matches!(s, PageState::Parked | PageState::Filling));
             if !usable || note.is_busy() || note.pins > 0 || young || refused {
@@ -416,11 +415,9 @@ impl<R: Records> Manager<R> {
             return;
         };
         let first = space.regions[index].extent_of(at);
-        let now_ms = millis(shared.now);
         for n in 0..count {
             let extent = first + n;
             let refusals = space.regions[index].note(extent).refusals;
-            let rest_until = now_ms.saturating_add(1 << refusals.min(REFUSAL_BACKOFF_MAX));
             let home = space.regions[index].extent_addr(extent);
             if n < done {
                 space.regions[index].note_mut(extent).refusals = 0;
@@ -438,7 +435,7 @@ impl<R: Records> Manager<R> {
                 // stopped it: the next try prepares it.
                 note.cow |= n == done && note.refusals == 0;
                 note.refusals = note.refusals.saturating_add(1);
-                note.rests_until_ms = rest_until;
+                note.rest.set(shared.now, 1 << refusals.min(REFUSAL_BACKOFF_MAX));
                 space.block(block).ops += 1;
                 let at = space.limbo_addr(block, home);
                 effects.push(Effect::ReadMap { op: check, proc, at });

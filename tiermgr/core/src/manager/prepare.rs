@@ -10,7 +10,7 @@
 
 use super::op::{Kind, Op, Piece, Prepare, Zero};
 use super::shared::Shared;
-use super::space::{first_run, page_mask, runs};
+use super::space::{Space, first_run, page_mask, runs};
 use super::{Manager, Waiting};
 use crate::effect::{Command, Effect};
 use crate::event::{CommandOutcome, IoctlOutcome};
@@ -72,6 +72,43 @@ impl<R: Records> Manager<R> {
         true
     }
 
+    /// What the helper copies after a fork is the parent's alone, and the child's table would say that both
+    /// have the same frame. So nothing is copied from here on; gives the extents of which a copy may be
+    /// under way.
+    pub(super) fn give_up_prepares(
+        &mut self,
+        proc: ProcId,
+        effects: &mut Vec<Effect>,
+    ) -> Vec<Addr> {
+        let ops = self.shared.ops.iter().filter(|(_, op)| op.proc == proc);
+        let under_way: Vec<_> = ops
+            .filter_map(|(id, op)| match op.kind {
+                Kind::Prepare(step) => Some((id, op.at, step)),
+                _ => None,
+            })
+            .collect();
+        let mut copied = Vec::new();
+        for (id, at, step) in under_way {
+            match step {
+                Prepare::Unprotecting if self.retries.iter().any(|&(retry, _)| retry == id) => {
+                    self.retries.retain(|&(retry, _)| retry != id);
+                    self.end_prepare(id, effects);
+                }
+                // Its outcome ends it.
+                Prepare::Unprotecting | Prepare::Looking => {}
+                Prepare::Populating { .. } => {
+                    effects.push(Effect::Cancel { op: id, proc });
+                    copied.push(at);
+                }
+            }
+        }
+        copied
+    }
+
+    fn is_held(&self, proc: ProcId) -> bool {
+        self.spaces.get(&proc).is_none_or(Space::is_held)
+    }
+
     /// The extent can leave, and does so next: nothing is younger for having been copied.
     fn end_prepare(&mut self, id: OpId, effects: &mut Vec<Effect>) {
         let Some(Op { proc, at, .. }) = self.end_plain_op(id) else {
@@ -96,15 +133,16 @@ impl<R: Records> Manager<R> {
         outcome: IoctlOutcome,
         effects: &mut Vec<Effect>,
     ) {
-        let Some(op) = self.shared.ops.get_mut(id) else {
+        let Some(&Op { proc, at, .. }) = self.shared.ops.get(id) else {
             return;
         };
-        let (proc, at) = (op.proc, op.at);
-        if outcome != IoctlOutcome::Done {
+        if outcome != IoctlOutcome::Done || self.is_held(proc) {
             self.end_prepare(id, effects);
             return;
         }
-        op.kind = Kind::Prepare(Prepare::Looking);
+        if let Some(op) = self.shared.ops.get_mut(id) {
+            op.kind = Kind::Prepare(Prepare::Looking);
+        }
         effects.push(Effect::ReadMap { op: id, proc, at });
     }
 
@@ -116,14 +154,18 @@ impl<R: Records> Manager<R> {
         effects: &mut Vec<Effect>,
     ) {
         let page_bytes = self.shared.page_bytes();
-        let Some(op) = self.shared.ops.get_mut(id) else {
+        let Some(proc) = self.shared.ops.get(id).map(|op| op.proc) else {
             return;
         };
-        let (proc, at) = (op.proc, op.at);
+        let present = if self.is_held(proc) { 0 } else { present };
         let Some((first, count)) = first_run(present) else {
             self.end_prepare(id, effects);
             return;
         };
+        let Some(op) = self.shared.ops.get_mut(id) else {
+            return;
+        };
+        let at = op.at;
         op.kind = Kind::Prepare(Prepare::Populating { rest: present & !page_mask(first, count) });
         let start = at.plus(u64::from(first) * page_bytes);
         let span = Span::new(start, u64::from(count) * page_bytes);

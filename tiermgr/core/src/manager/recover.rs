@@ -147,8 +147,10 @@ impl<R: Records> Manager<R> {
                 effects.push(Effect::Arm { op: id, proc, span, on: true });
             }
         }
-        if !space.to_arm.is_empty() && at.outstanding == 0 && at.extent == 0 && space.ops > 0 {
-            // A newborn child: its memory is not armed yet.
+        let is_first = at.outstanding == 0 && at.region == 0 && at.extent == 0;
+        let arms = |op: &Op| op.proc == proc && matches!(op.kind, Kind::Arm { .. });
+        if is_first && shared.ops.iter().any(|(_, op)| arms(op)) {
+            // Not armed yet: what is touched between the look and the arming would be in no record.
             return;
         }
         while at.region < space.regions.len() && at.outstanding < LOOKS_IN_FLIGHT_MAX {
@@ -180,6 +182,20 @@ impl<R: Records> Manager<R> {
         if at.region >= space.regions.len() && at.outstanding == 0 {
             self.end_recovery(proc, effects);
         }
+    }
+
+    /// Compares one extent with what is mapped; whoever sleeps there is woken afterwards.
+    pub(super) fn start_look(&mut self, proc: ProcId, at: Addr, effects: &mut Vec<Effect>) {
+        let Some(space) = self.spaces.get_mut(&proc) else {
+            return;
+        };
+        let kind = Kind::Look { in_place: None, strict: false, held_pages: 0 };
+        let id = self.shared.begin(space, Op { proc, at, kind });
+        if let Some(region) = space.region_at_mut(at) {
+            let extent = region.extent_of(at);
+            Shared::<R>::lock(region, extent, id);
+        }
+        effects.push(Effect::ReadMap { op: id, proc, at });
     }
 
     pub(super) fn on_looked(

@@ -24,11 +24,6 @@ pub(crate) const SLOTS_GRACE_NS: u64 = 50_000_000;
 /// An extent that has just arrived does not leave before this many milliseconds have passed.
 const ARRIVAL_REST_MS: u32 = 2;
 
-/// Whole milliseconds, wrapping only after seven weeks of one daemon's life.
-pub(crate) fn millis(now: Tick) -> u32 {
-    low_u32((now.0 / 1_000_000).min(u64::from(u32::MAX)))
-}
-
 /// Pages of one extent, by what they cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Weight {
@@ -245,8 +240,7 @@ impl<R: Records> Shared<R> {
         let note = region.note_mut(extent);
         note.stamp = self.stamp;
         // Long enough for the thread that waits for it to be woken and go on.
-        note.rests_until_ms =
-            note.rests_until_ms.max(millis(self.now).saturating_add(ARRIVAL_REST_MS));
+        note.rest.at_least(self.now, ARRIVAL_REST_MS);
         self.enqueue(proc, region, extent);
     }
 

@@ -1,5 +1,6 @@
 //! The address space of one process, as the manager sees it: regions, chunks, extents, limbo.
 
+use super::rest::Rest;
 use crate::page::PageMask;
 use crate::ranges::Ranges;
 use crate::record::RegionRecord;
@@ -27,8 +28,8 @@ pub(crate) struct ExtentNote {
     pub cow: bool,
     /// Moves refused in a row: the policy comes back to it later and later.
     pub refusals: u8,
-    /// Not to be moved before this time, in milliseconds.
-    pub rests_until_ms: u32,
+    /// Not to be moved before it ends.
+    pub rest: Rest,
     /// A page of it turned out to be mapped no longer.
     pub hole: bool,
     /// Parked without a move: its pages are still in their place and about to be dropped.
@@ -243,6 +244,9 @@ pub(crate) struct Space {
     pub zapped: Vec<(OpId, Span)>,
     /// What its parent recorded as given up and may have left to it.
     pub to_look: Vec<Span>,
+    /// Of a child without a table: extents of which the parent's helper was making copies when it was
+    /// forked. Nobody knows of them which frames both have.
+    pub apart: Vec<Addr>,
     /// It was there before a restart, and its records are being compared with the kernel.
     pub recovering: Option<super::recover::Recovery>,
     /// The host has made it known.
@@ -279,6 +283,7 @@ impl Space {
             copied: false,
             zapped: Vec::new(),
             to_look: Vec::new(),
+            apart: Vec::new(),
             recovering: None,
             ready: false,
             to_arm: Vec::new(),

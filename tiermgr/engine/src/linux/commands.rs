@@ -5,14 +5,24 @@
 //! memory harms its own memory.
 
 use super::LinuxHost;
+use super::memory::outcome_of;
 use super::proc::{Attached, Proc};
 use tiermgr_core::effect::Command;
-use tiermgr_core::event::{CommandOutcome, Event};
-use tiermgr_core::units::{OpId, ProcId};
+use tiermgr_core::event::{CommandOutcome, Event, IoctlOutcome};
+use tiermgr_core::units::{Addr, OpId, ProcId};
 use tiermgr_sys::ring::{self, Completion, MoveVia};
 
 impl LinuxHost {
     pub(super) fn command(&mut self, op: OpId, proc: ProcId, command: Command) {
+        if let Command::Move { from, len, .. } = command {
+            let outcome = self.prove_registered(proc, from, len);
+            if outcome != IoctlOutcome::Done {
+                self.read_if_pending(proc, outcome);
+                let outcome = CommandOutcome::Stopped;
+                self.outcomes.push(Event::Commanded { op, bytes: 0, outcome });
+                return;
+            }
+        }
         let attached = self.procs.get_mut(proc).and_then(|known| known.attached.as_mut());
         match attached {
             Some(attached) if attached.helper_alive => {
@@ -25,6 +35,26 @@ impl LinuxHost {
                 self.outcomes.push(Event::Commanded { op, bytes: 0, outcome });
             }
         }
+    }
+
+    /// A move looks at its destination alone: it would take pages from whatever a program has put at an
+    /// address that was its region's (a mapping that REGISTER refused, or one of a child that did not get
+    /// this memory from its parent), and whose next touch nobody would hear of. Write protection is
+    /// refused there. On memory that is ours it costs nothing that lasts: a move drops it.
+    fn prove_registered(&mut self, proc: ProcId, from: Addr, len: u64) -> IoctlOutcome {
+        let Some(known) = self.procs.get_mut(proc) else { return IoctlOutcome::NoProcess };
+        let outcome = outcome_of(known.arena.protect(from.0, len, true, false));
+        if outcome == IoctlOutcome::NoRange && !known.told_foreign {
+            known.told_foreign = true;
+            tracing::warn!(
+                pid = known.entry.pid,
+                start = format_args!("{from:?}"),
+                bytes = len,
+                "memory of a program cannot leave DRAM: another mapping lies in it, or the program has \
+                 registered it with a userfaultfd of its own"
+            );
+        }
+        outcome
     }
 
     pub(super) fn cancel(&mut self, op: OpId, proc: ProcId) {

@@ -11,7 +11,7 @@ use tiermgr_core::event::{Event, IoctlOutcome};
 use tiermgr_core::limits::COPY_PIECE_BYTES;
 use tiermgr_core::page::PageMask;
 use tiermgr_core::units::{Addr, EXTENT_PAGES_MAX, OpId, ProcId, Span, Tick, low_u32};
-use tiermgr_sys::memory::{PageEntry, read_memory};
+use tiermgr_sys::memory::{PageEntry, mappings_in, read_memory};
 use tiermgr_sys::pidfd;
 use tiermgr_sys::uffd::{Installed, Mode, Outcome, Uffd};
 
@@ -34,6 +34,34 @@ pub(super) fn outcome_of(outcome: Outcome) -> IoctlOutcome {
             IoctlOutcome::NoMemory
         }
     }
+}
+
+/// Registers a span for faults. Where something in it cannot be registered, the kernel refuses all of it:
+/// then what can be is, mapping by mapping, and the rest stays in DRAM.
+fn register(known: &Proc, span: Span) -> io::Result<()> {
+    let whole = known.arena.register(span.start.0, span.len, Mode::MISSING_WP).map(drop);
+    let refused = whole.as_ref().err().and_then(io::Error::raw_os_error);
+    if !matches!(refused, Some(libc::EINVAL | libc::EBUSY | libc::EPERM)) {
+        return whole;
+    }
+    let mut registered = false;
+    let mut left_out = 0;
+    for (start, end) in mappings_in(known.entry.pid, span.start.0, span.end().0)? {
+        match known.arena.register(start, end - start, Mode::MISSING_WP) {
+            Ok(_) => registered = true,
+            Err(error) if error.raw_os_error() == Some(libc::ENOMEM) => return Err(error),
+            Err(_) => left_out += end - start,
+        }
+    }
+    tracing::warn!(
+        pid = known.entry.pid,
+        start = format_args!("{:?}", span.start),
+        bytes = span.len,
+        left_out_bytes = left_out,
+        "another mapping lies in the memory of a program, or it has registered it with a userfaultfd of \
+         its own: that part stays in DRAM"
+    );
+    if registered { Ok(()) } else { whole }
 }
 
 /// Installs `len` bytes in pieces, each from where `source` says, until one does not end well.
@@ -102,7 +130,7 @@ impl LinuxHost {
 
     /// Until a queued event is read the kernel refuses every try. Whoever tries again at once never sleeps,
     /// and no poll tells of the event.
-    fn read_if_pending(&mut self, proc: ProcId, outcome: IoctlOutcome) {
+    pub(super) fn read_if_pending(&mut self, proc: ProcId, outcome: IoctlOutcome) {
         if outcome == IoctlOutcome::EventsPending
             && let Some(known) = self.procs.get_mut(proc)
         {
@@ -221,7 +249,7 @@ impl LinuxHost {
         let outcome = self.procs.get(proc).map_or(IoctlOutcome::NoProcess, |known| {
             let (start, len) = (span.start.0, span.len);
             let result = if on {
-                known.arena.register(start, len, Mode::MISSING_WP).map(drop)
+                register(known, span)
             } else {
                 let result = known.arena.unregister(start, len);
                 // UNREGISTER wakes who waits for a missing page, not who waits to write.

@@ -174,6 +174,8 @@ pub(super) struct Proc {
     pub(super) disconnected: bool,
     /// Poisoning that a layout change delayed.
     pub(super) to_poison: Vec<Span>,
+    /// The log has said that mappings which are none of ours lie in its memory.
+    pub(super) told_foreign: bool,
 }
 
 impl Proc {
@@ -207,6 +209,7 @@ impl Proc {
             readable: true,
             disconnected: false,
             to_poison: Vec::new(),
+            told_foreign: false,
         }
     }
 
