@@ -47,7 +47,11 @@ const SEEDS: &[(u64, &str)] = &[
     (1744, "a process ended while its memory was being armed, as in seed 1127"),
     (2429, "a fork that was told again forgot that the child was not armed"),
     (3315, "marks of protection on missing pages stopped a move for ever"),
+    (2687, "no extent's rest ended on a machine that was up for seven weeks"),
+    (6026, "a kill in the middle of copying a child's table left extents of no region"),
     (7693, "a block in place whose pages all turned out to be missing, as in seed 454"),
+    (11350, "the helper made a copy after a fork that both sides' records took for one frame"),
+    (15921, "a child's page of zeros, recorded as parked, was not counted when it was written"),
     (9466, "a read that failed on its way made pages pass for lost that were whole the try before"),
 ];
 

@@ -22,6 +22,10 @@ use crate::units::{Addr, EXTENT_BYTES, OpId, ProcId, SlotId, Span};
 impl<R: Records> Manager<R> {
     pub(super) fn on_forked(&mut self, parent: ProcId, child: ProcId, effects: &mut Vec<Effect>) {
         self.shared.stats.forks += 1;
+        // A restart in the middle of copying the table left a part of it: begin again.
+        while self.spaces.get(&child).is_some_and(|s| !s.regions.is_empty() && s.ops == 0) {
+            self.end_region(child, 0, effects);
+        }
         let mut newborn = Space::new(child);
         newborn.unborn = true;
         newborn.parent = Some(parent);
@@ -63,10 +67,6 @@ impl<R: Records> Manager<R> {
                 let start = block.home.plus(u64::from(first) * EXTENT_BYTES);
                 newborn.to_look.push(Span::new(start, u64::from(count) * EXTENT_BYTES));
             }
-        }
-        // A restart in the middle of copying the table left a part of it: begin again.
-        while self.spaces.get(&child).is_some_and(|s| !s.regions.is_empty() && s.ops == 0) {
-            self.end_region(child, 0, effects);
         }
         newborn.apart = self.give_up_prepares(parent, effects);
         self.spaces.insert(child, newborn);
@@ -210,13 +210,14 @@ impl<R: Records> Manager<R> {
                 continue;
             };
             let record = RegionRecord { proc: child.id, first, unarmed_extents: 0, ..source };
+            // Before its extents: what a kill leaves of them must not lie in records that nobody has.
+            self.shared.records.put_region(record);
             let mut copy = Region::new(record);
             copy.random.clone_from(&mother.regions[index].random);
             for extent in 0..source.extents {
                 let lent = !child.apart.contains(&copy.extent_addr(extent));
                 self.copy_extent(&mut mother.regions[index], &mut copy, child.id, extent, lent);
             }
-            self.shared.records.put_region(record);
             child.regions.push(copy);
             self.shield(mother, span, effects);
             if !child.to_arm.iter().any(|unarmed| unarmed.start == span.start) {
