@@ -98,9 +98,9 @@ def assert_empty(status):
     assert status["store_used_bytes"] == 0, status
 
 
-def kill_both(daemon, keeper_first=True):
+def kill_both(daemon, keeper_first=True, status=None):
     """At once: a serving process that the keeper made in between would be another one."""
-    status = daemon.status()
+    status = status or daemon.status()
     pids = [status["keeper_pid"], status["daemon_pid"]]
     for pid in pids if keeper_first else reversed(pids):
         os.kill(pid, signal.SIGKILL)
@@ -165,6 +165,34 @@ def test_a_new_daemon_with_the_state_of_a_dead_one(folder, workload):
                     assert process.poll() in (None, 0), process.communicate()
                 for process in clients.all:
                     assert clients.kill(process) == ""
+                assert_empty(after.wait_until_empty())
+    finally:
+        daemon.close()
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_without_a_helper_a_new_daemon_fetches_what_the_program_holds(folder, workload, together):
+    """Helper, keeper and daemon are killed, at once or the helper first: the program has its
+    userfaultfds, and goes on once a new daemon serves."""
+    daemon = product.Daemon(folder, DRAM, STORE)
+    try:
+        with Clients(daemon, workload) as clients:
+            held = [clients.hold(96) for _ in range(2)]
+            daemon.wait_for(lambda s: s["totals"]["parked_pages"] > 10_000)
+            helpers = list(helpers_of(daemon).values())
+            status = daemon.status()
+            if together:
+                # Stopped, so that it sees nothing of it.
+                os.kill(status["daemon_pid"], signal.SIGSTOP)
+            for helper in helpers:
+                os.kill(helper, signal.SIGKILL)
+            if not together:
+                time.sleep(1)
+            kill_both(daemon, status=status)
+            with product.Daemon(folder, DRAM, STORE, state=daemon.state) as after:
+                for process in held:
+                    out, err = process.communicate("go\n", timeout=60)
+                    assert process.returncode == 0 and out.endswith("right\n"), (out, err)
                 assert_empty(after.wait_until_empty())
     finally:
         daemon.close()

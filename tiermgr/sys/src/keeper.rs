@@ -111,6 +111,23 @@ fn is_open(fd: RawFd) -> bool {
     unsafe { libc::fcntl(fd, libc::F_GETFD) >= 0 }
 }
 
+/// Numbers of the userfaultfds that a process holds.
+///
+/// # Errors
+/// Of reading `/proc/PID/fd`.
+pub fn uffds_of(pid: i32) -> io::Result<Vec<RawFd>> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(format!("/proc/{pid}/fd"))? {
+        let entry = entry?;
+        // What cannot be read was closed meanwhile.
+        let is_uffd = std::fs::read_link(entry.path()).is_ok_and(|link| link == *UFFD_LINK);
+        let name = entry.file_name();
+        let number: Option<RawFd> = name.to_str().and_then(|name| name.parse().ok());
+        found.extend(number.filter(|_| is_uffd));
+    }
+    Ok(found)
+}
+
 /// The userfaultfds that this process holds.
 ///
 /// # Errors

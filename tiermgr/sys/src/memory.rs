@@ -43,19 +43,40 @@ pub fn read_memory(pid: i32, from: &[(u64, u64)], into: &mut [u8]) -> io::Result
 /// Of reading `/proc/PID/maps`; `InvalidData` where a line of it is no mapping.
 pub fn mappings_in(pid: i32, start: u64, end: u64) -> io::Result<Vec<(u64, u64)>> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/maps"))?;
-    let parse = |line: &str| {
-        let (from, to) = line.split_once(' ')?.0.split_once('-')?;
-        Some((u64::from_str_radix(from, 16).ok()?, u64::from_str_radix(to, 16).ok()?))
-    };
     let mut found = Vec::new();
     for line in text.lines() {
-        let (from, to) = parse(line).ok_or(io::ErrorKind::InvalidData)?;
+        let (from, to) = addresses_of(line).ok_or(io::ErrorKind::InvalidData)?;
         let part = (from.max(start), to.min(end));
         if part.0 < part.1 {
             found.push(part);
         }
     }
     Ok(found)
+}
+
+/// Whether the page at `address` is registered for missing faults with some userfaultfd.
+///
+/// # Errors
+/// Of reading `/proc/PID/smaps`, which takes as long as the process has pages.
+pub fn is_registered(pid: i32, address: u64) -> io::Result<bool> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/smaps"))?;
+    let mut inside = false;
+    for line in text.lines() {
+        if let Some(flags) = line.strip_prefix("VmFlags:") {
+            if inside {
+                return Ok(flags.split_whitespace().any(|flag| flag == "um"));
+            }
+        } else if let Some((from, to)) = addresses_of(line) {
+            inside = (from..to).contains(&address);
+        }
+    }
+    Ok(false)
+}
+
+/// From and to in the first line of a mapping.
+fn addresses_of(line: &str) -> Option<(u64, u64)> {
+    let (from, to) = line.split_once(' ')?.0.split_once('-')?;
+    Some((u64::from_str_radix(from, 16).ok()?, u64::from_str_radix(to, 16).ok()?))
 }
 
 /// One page of `/proc/PID/pagemap`.
@@ -305,6 +326,7 @@ mod tests {
         let found = mappings_in(me, start + page, start + 4 * page).expect("maps");
         assert_eq!(found, [(start + page, start + 4 * page)]);
         assert_eq!(mappings_in(me, 0, 4096).expect("maps"), []);
+        assert!(!is_registered(me, start + page).expect("smaps"));
         assert!(mappings_in(0, 0, u64::MAX).is_err());
     }
 }

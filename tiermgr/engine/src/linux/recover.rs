@@ -22,12 +22,13 @@ use tiermgr_core::event::Event;
 use tiermgr_core::units::ProcId;
 use tiermgr_sys::cgroup::MemoryGauge;
 use tiermgr_sys::helper::{FD_ARENA, FD_EVENT, FD_LIMBO, FD_RING};
-use tiermgr_sys::keeper::list_uffds;
-use tiermgr_sys::memory::Pagemap;
+use tiermgr_sys::keeper::{list_uffds, uffds_of};
+use tiermgr_sys::memory::{Pagemap, is_registered};
 use tiermgr_sys::pidfd;
+use tiermgr_sys::process::page_size;
 use tiermgr_sys::ring::RingOwner;
 use tiermgr_sys::shm::FileId;
-use tiermgr_sys::uffd::Uffd;
+use tiermgr_sys::uffd::{Mode, Uffd};
 
 /// A helper answers within a timer tick of its own, unless somebody has stopped it.
 const EPOCH_TIMEOUT: Duration = Duration::from_secs(1);
@@ -66,7 +67,13 @@ impl LinuxHost {
                 // The helper holds a duplicate that no accident of ours can close.
                 None => match attached.as_ref().and_then(|known| known.helper_pidfd.as_ref()) {
                     Some(helper) => fetch_uffd(helper, FD_ARENA)?,
-                    None => None,
+                    None => match attached.as_ref().and_then(|known| known.pidfd.as_ref()) {
+                        Some(process) => fetch_from_program(entry.pid, process, entry.nonce_page)
+                            .map_err(EngineError::kernel(
+                            "fetching a userfaultfd of a program",
+                        ))?,
+                        None => None,
+                    },
                 },
             };
             let Some(arena) = arena else {
@@ -199,8 +206,14 @@ fn look_at(entry: &ProcEntry, open: &BTreeSet<RawFd>) -> io::Result<Option<Attac
     let limbo_fd = match (take_fd(entry.limbo_fd, open), &helper) {
         (Some(limbo_fd), _) => limbo_fd,
         (None, Some(helper)) => Uffd::from_fd(pidfd::getfd(helper.as_fd(), FD_LIMBO)?),
-        // Nothing reads limbo any more, and nobody is left who could move anything.
-        (None, None) => return Ok(None),
+        // Nobody is left who could move anything, but what lies in limbo can be brought back.
+        (None, None) => {
+            let Some(process) = &process else { return Ok(None) };
+            match fetch_from_program(entry.pid, process, entry.limbo.start.0)? {
+                Some(limbo_fd) => limbo_fd,
+                None => return Ok(None),
+            }
+        }
     };
     let ring = match &helper {
         Some(helper) => fetch_ring(helper, entry.ring_id)?,
@@ -264,6 +277,26 @@ fn fetch_uffd(helper: &OwnedFd, number: RawFd) -> Result<Option<Uffd>, EngineErr
         }
         Err(error) => Err(EngineError::kernel("fetching a userfaultfd of a helper")(error)),
     }
+}
+
+/// The program's own copy of the userfaultfd with which the page at `address` is registered.
+fn fetch_from_program(pid: i32, process: &OwnedFd, address: u64) -> io::Result<Option<Uffd>> {
+    if !is_registered(pid, address)? {
+        return Ok(None);
+    }
+    for number in uffds_of(pid)? {
+        let uffd = match pidfd::getfd(process.as_fd(), number) {
+            Ok(fd) => Uffd::from_fd(fd),
+            // Closed meanwhile.
+            Err(error) if error.raw_os_error() == Some(libc::EBADF) => continue,
+            Err(error) => return Err(error),
+        };
+        // What is registered with one descriptor cannot be registered with another.
+        if uffd.register(address, page_size(), Mode::MISSING).is_ok() {
+            return Ok(Some(uffd));
+        }
+    }
+    Ok(None)
 }
 
 /// Kills a helper and waits until nothing of it runs.
