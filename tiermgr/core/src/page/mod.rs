@@ -19,8 +19,8 @@ pub enum PageState {
     Dirty = 1,
     /// In its place, write-protected; the slot holds the same bytes.
     Clean = 2,
-    /// In its place or never touched: what the kernel's page table says is true (memory that is not
-    /// armed, and memory whose layout the client changed).
+    /// In its place, or gone: the client has given it up by a system call of its own, which may not have
+    /// come to it yet. Nobody moves it; a touch that finds it missing gets zeros.
     Unknown = 3,
     /// In limbo, or in its place with a move there outstanding; no valid copy elsewhere.
     LimboDirty = 4,
@@ -37,14 +37,8 @@ pub enum PageState {
 /// What can happen to a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum PageEvent {
-    /// Zeros were installed for an absent page.
+    /// Zeros were installed for a page that was missing.
     ZeroInstalled,
-    /// The range was disarmed: from now on the kernel serves first touches.
-    Disarmed,
-    /// The range was armed and the kernel's page table shows the page.
-    ArmedPresent,
-    /// The range was armed and the kernel's page table does not show the page.
-    ArmedMissing,
     /// A move to limbo is about to be ordered.
     LimboBegun,
     /// A move to limbo was refused, or cancelled: the page is still in its place.
@@ -71,8 +65,10 @@ pub enum PageEvent {
     Written,
     /// The device lost the slot's bytes.
     Lost,
-    /// The client gave the bytes up.
+    /// The client gave the bytes up, and they are gone from everywhere.
     Discarded,
+    /// The client gave the bytes up by a system call that has been announced and not come to them.
+    Removed,
     /// At a restart: the page is in its place although the record says otherwise.
     FoundPresent,
 }
@@ -98,10 +94,7 @@ impl PageState {
     #[must_use]
     pub const fn next(self, event: PageEvent) -> Option<Self> {
         Some(match (self, event) {
-            (S::Absent, E::ZeroInstalled) => S::Dirty,
-            (S::Absent, E::Disarmed) => S::Unknown,
-            (S::Unknown, E::ArmedPresent) => S::Dirty,
-            (S::Unknown, E::ArmedMissing) => S::Absent,
+            (S::Absent | S::Unknown, E::ZeroInstalled) => S::Dirty,
 
             (S::Dirty, E::LimboBegun) => S::LimboDirty,
             (S::Clean, E::LimboBegun) => S::LimboClean,
@@ -131,6 +124,9 @@ impl PageState {
             (S::Dirty | S::Clean | S::Unknown, E::FoundPresent) => self,
 
             (_, E::Discarded) => S::Absent,
+            // Moved before the call comes to it, it would come back as it was.
+            (S::Dirty | S::Clean | S::Unknown, E::Removed) => S::Unknown,
+            (_, E::Removed) => S::Absent,
             _ => return None,
         })
     }

@@ -5,10 +5,7 @@ use std::fmt::Write;
 const fn after(event: PageEvent) -> Option<PageEvent> {
     // A match, so that a new event cannot be forgotten here.
     Some(match event {
-        E::ZeroInstalled => E::Disarmed,
-        E::Disarmed => E::ArmedPresent,
-        E::ArmedPresent => E::ArmedMissing,
-        E::ArmedMissing => E::LimboBegun,
+        E::ZeroInstalled => E::LimboBegun,
         E::LimboBegun => E::LimboRefused,
         E::LimboRefused => E::LimboEmpty,
         E::LimboEmpty => E::RescuedClean,
@@ -22,7 +19,8 @@ const fn after(event: PageEvent) -> Option<PageEvent> {
         E::FillCancelled => E::Written,
         E::Written => E::Lost,
         E::Lost => E::Discarded,
-        E::Discarded => E::FoundPresent,
+        E::Discarded => E::Removed,
+        E::Removed => E::FoundPresent,
         E::FoundPresent => return None,
     })
 }
