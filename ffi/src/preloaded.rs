@@ -51,7 +51,7 @@ impl Why {
         Self([0; WHY_BYTES])
     }
 
-    /// Keeps what became of a call, for the other side's [`Self::outcome`].
+    /// Keeps what became of a call, for the other side's `outcome`.
     pub fn answer<T>(&mut self, outcome: Result<T>, to: &mut T) -> i32 {
         match outcome {
             Ok(value) => {

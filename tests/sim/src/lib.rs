@@ -1,6 +1,6 @@
 //! The production engine in a simulated world.
 //!
-//! [`run`] joins the production `engine::driver` and the whole of `core` to a world that exists only
+//! [`run()`] joins the production `engine::driver` and the whole of `core` to a world that exists only
 //! in memory: a kernel, helpers, a store, and programs that know what they must read. Everything
 //! that can differ between two runs is drawn from one seed, so a seed is a complete description of
 //! a run, and a red run prints the command that repeats it.

@@ -5,8 +5,8 @@
 //! looked at again in `settle`, never inside an event.
 //!
 //! Rules that the code below obeys (design: the life of a page), and where:
-//! - a record is true at every instant: [`shared::Shared::update`] is the only writer;
-//! - one operation per extent: [`shared::Shared::lock`]; a fault on a busy extent is forgotten, and
+//! - a record is true at every instant: `shared::Shared::update` is the only writer;
+//! - one operation per extent: `shared::Shared::lock`; a fault on a busy extent is forgotten, and
 //!   the extent woken when the operation ends, so that the kernel asks again;
 //! - limbo before move, slot before park, park before drop, dirty before free: `park.rs`, `fault.rs`;
 //! - nothing is freed, unmapped or reused under a command: `request.rs`, `life.rs`;
