@@ -15,6 +15,16 @@ impl Ranges {
         self.ends.range(..=number).next_back().is_some_and(|(_, &end)| number < end)
     }
 
+    /// Where the first run of at least `count` numbers begins.
+    pub(crate) fn first_run(&self, count: u32) -> Option<u32> {
+        self.ends.iter().find(|&(start, end)| end - start >= count).map(|(&start, _)| start)
+    }
+
+    /// The runs, in ascending order.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = Range<u32>> {
+        self.ends.iter().map(|(&start, &end)| start..end)
+    }
+
     /// Puts all numbers of `range` in, or takes them out.
     pub(crate) fn set(&mut self, range: Range<u32>, is_in: bool) {
         let (mut first, mut last) = (range.start, range.end);
@@ -78,6 +88,11 @@ mod tests {
             for number in 0..70 {
                 assert_eq!(ranges.contains(number), plain.contains(&number), "{number} {ranges:?}");
             }
+            let count = 1 + next(6);
+            let whole = |first: &u32| (*first..first + count).all(|n| plain.contains(&n));
+            assert_eq!(ranges.first_run(count), (0..70).find(whole), "{count} {ranges:?}");
+            let held: Vec<u32> = ranges.iter().flatten().collect();
+            assert!(held.iter().eq(&plain), "{ranges:?}");
             let pairs: Vec<_> = ranges.ends.iter().collect();
             assert!(pairs.iter().all(|(start, end)| start < end), "{ranges:?}");
             assert!(pairs.windows(2).all(|two| two[0].1 < two[1].0), "{ranges:?}");

@@ -28,6 +28,8 @@ mod request;
 mod rest;
 mod shared;
 mod space;
+#[cfg(test)]
+mod tests;
 mod write;
 
 use crate::effect::{Effect, Refusal, Reply, Residency};

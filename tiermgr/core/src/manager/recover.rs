@@ -56,6 +56,7 @@ impl<R: Records> Manager<R> {
             region.armed_proof = super::Proof::Needed;
             space.regions.insert(at, region);
         }
+        manager.shared.clear_free_records();
         // Frames may be shared with any other process of the family: made exclusive before a move.
         if manager.spaces.len() > 1 {
             for space in manager.spaces.values_mut() {

@@ -7,8 +7,9 @@ use super::ManagerConfig;
 use super::op::{Fill, Op, Ops, Piece, Rescue, RescueStep};
 use super::space::{Region, Space};
 use crate::effect::{BufRange, Buffer, Effect, Residency};
-use crate::limits::{DEMAND_BUFFERS, STREAM_BUFFERS};
+use crate::limits::{DEMAND_BUFFERS, RECORDS_MAX, STREAM_BUFFERS};
 use crate::page::{PageMask, PageState, PageStates};
+use crate::ranges::Ranges;
 use crate::record::{ExtentRecord, Records};
 use crate::slots::SlotPool;
 use crate::stats::{Gauges, Stats};
@@ -78,12 +79,14 @@ pub(crate) struct Shared<R> {
     pub store_rests_until: Tick,
     free_stream: Vec<u16>,
     free_demand: Vec<u16>,
-    free_records: Vec<(u32, u32)>,
-    next_record: u32,
+    /// Records that no region has.
+    free_records: Ranges,
 }
 
 impl<R: Records> Shared<R> {
     pub(crate) fn new(config: ManagerConfig, records: R) -> Self {
+        let mut free_records = Ranges::default();
+        free_records.set(0..RECORDS_MAX, true);
         Self {
             config,
             records,
@@ -102,8 +105,7 @@ impl<R: Records> Shared<R> {
             store_rests_until: Tick(0),
             free_stream: (0..STREAM_BUFFERS).rev().collect(),
             free_demand: (0..DEMAND_BUFFERS).rev().collect(),
-            free_records: Vec::new(),
-            next_record: 0,
+            free_records,
         }
     }
 
@@ -279,27 +281,30 @@ impl<R: Records> Shared<R> {
         if busy + free == all { Ok(()) } else { Err(format!("{busy} + {free} of {all} buffers")) }
     }
 
+    /// Takes the first run of records that is long enough: what programs give back in one size serves
+    /// any other, together with what lies beside it.
     pub(crate) fn take_records(&mut self, count: u32) -> Option<RecordIndex> {
-        if let Some(at) = self.free_records.iter().position(|&(_, len)| len == count) {
-            return Some(RecordIndex(self.free_records.swap_remove(at).0));
-        }
-        let end = self.next_record.checked_add(count)?;
-        if end > crate::limits::RECORDS_MAX {
-            return None;
-        }
-        let first = self.next_record;
-        self.next_record = end;
+        let first = self.free_records.first_run(count)?;
+        self.free_records.set(first..first + count, false);
         Some(RecordIndex(first))
     }
 
     /// Keeps records that were there before us from being handed out again.
     pub(crate) fn reserve_records(&mut self, first: RecordIndex, count: u32) {
-        self.next_record = self.next_record.max(first.0 + count);
+        self.free_records.set(first.0..first.0 + count, false);
     }
 
     pub(crate) fn give_back_records(&mut self, first: RecordIndex, count: u32) {
         self.records.clear(first, count);
-        self.free_records.push((first.0, count));
+        self.free_records.set(first.0..first.0 + count, true);
+    }
+
+    /// Zeros what no region has: a kill may have left records there whose region was not in the
+    /// directory yet, and whoever gets them next must find none.
+    pub(crate) fn clear_free_records(&mut self) {
+        for run in self.free_records.iter() {
+            self.records.clear(RecordIndex(run.start), run.end - run.start);
+        }
     }
 
     pub(crate) fn residency(&self, region: &Region, span: Span) -> Residency {

@@ -1,0 +1,172 @@
+//! What the simulator's machines do not offer, step by step: kernels and address spaces that lack
+//! something, and records as they stand at certain instants.
+
+use super::*;
+use crate::page::PageStates;
+use crate::record::{ExtentRecord, RegionRecord};
+use crate::units::{CHUNK_BYTES, CHUNK_EXTENTS, RecordIndex};
+use std::cell::RefCell;
+use std::rc::Rc;
+
+const PAGE: u64 = 4096;
+const PROC: ProcId = ProcId(1);
+const BASE: Addr = Addr(1 << 30);
+
+/// Records that outlive a manager.
+#[derive(Clone, Debug, Default)]
+struct Kept {
+    extents: Rc<RefCell<BTreeMap<u32, ExtentRecord>>>,
+    regions: Rc<RefCell<BTreeMap<(ProcId, RegionId), RegionRecord>>>,
+}
+
+impl Records for Kept {
+    fn get(&self, at: RecordIndex) -> ExtentRecord {
+        self.extents.borrow().get(&at.0).copied().unwrap_or_default()
+    }
+
+    fn set(&mut self, at: RecordIndex, record: ExtentRecord) {
+        self.extents.borrow_mut().insert(at.0, record);
+    }
+
+    fn clear(&mut self, first: RecordIndex, count: u32) {
+        self.extents.borrow_mut().retain(|&at, _| at < first.0 || at - first.0 >= count);
+    }
+
+    fn put_region(&mut self, region: RegionRecord) {
+        self.regions.borrow_mut().insert((region.proc, region.region), region);
+    }
+
+    fn drop_region(&mut self, proc: ProcId, region: RegionId) {
+        self.regions.borrow_mut().remove(&(proc, region));
+    }
+
+    fn regions(&self) -> Vec<RegionRecord> {
+        self.regions.borrow().values().copied().collect()
+    }
+}
+
+/// A manager on a machine on which everything ends well and no page is there, except as set.
+struct Machine {
+    manager: Manager<Kept>,
+    now: Tick,
+    /// Everything that was ordered, in order.
+    orders: Vec<Effect>,
+    /// How arming ends.
+    arming: IoctlOutcome,
+}
+
+impl Machine {
+    fn config() -> ManagerConfig {
+        let geometry = Geometry { page_bytes: PAGE };
+        // Without room everything is armed at birth.
+        ManagerConfig { geometry, budget_bytes: 0, probation_ns: 0, has_move: true }
+    }
+
+    fn over(manager: Manager<Kept>) -> Self {
+        let now = Tick(1_000_000);
+        let mut machine = Self { manager, now, orders: Vec::new(), arming: IoctlOutcome::Done };
+        let limbo = Span::new(Addr(1 << 40), 4 * CHUNK_BYTES);
+        machine.turn(Event::ProcReady { proc: PROC, limbo });
+        machine
+    }
+
+    fn new() -> Self {
+        Self::over(Manager::new(Self::config(), Kept::default()))
+    }
+
+    /// Another daemon after this one's death.
+    fn restarted(self) -> Self {
+        Self::over(Manager::recover(Self::config(), self.manager.into_records(), &[]))
+    }
+
+    /// Feeds an event and then all that comes of it. Commands to the helper stay unanswered.
+    fn turn(&mut self, event: Event) {
+        let mut events = vec![event];
+        while !events.is_empty() {
+            let mut effects = Vec::new();
+            for event in events.drain(..) {
+                self.manager.step(self.now, event, &mut effects);
+            }
+            self.manager.settle(self.now, &mut effects);
+            events.extend(effects.iter().filter_map(|effect| self.answer(effect)));
+            self.orders.append(&mut effects);
+        }
+        self.manager.check_deeply().unwrap();
+    }
+
+    fn answer(&self, effect: &Effect) -> Option<Event> {
+        let outcome = IoctlOutcome::Done;
+        Some(match *effect {
+            Effect::Arm { op, on, .. } => {
+                Event::Armed { op, outcome: if on { self.arming } else { outcome } }
+            }
+            Effect::Protect { op, .. } | Effect::Probe { op, .. } => {
+                Event::Protected { op, outcome }
+            }
+            Effect::Zero { op, to, .. } => Event::Copied { op, bytes: to.len, outcome },
+            Effect::ReadMap { op, .. } => Event::Mapped { op, present: 0, known: true },
+            _ => return None,
+        })
+    }
+
+    fn ask(&mut self, request: u64, what: Request) -> Option<Reply> {
+        let request = RequestId(request);
+        self.turn(Event::Asked { request, proc: PROC, what });
+        self.reply_to(request)
+    }
+
+    fn reply_to(&self, wanted: RequestId) -> Option<Reply> {
+        self.orders.iter().find_map(|effect| match *effect {
+            Effect::Reply { request, reply } if request == wanted => Some(reply),
+            _ => None,
+        })
+    }
+
+    /// A region of `chunks` chunks at `at`.
+    fn add(&mut self, request: u64, at: Addr, chunks: u32) -> Option<Reply> {
+        let span = Span::new(at, u64::from(chunks) * CHUNK_BYTES);
+        self.ask(request, Request::AddRegion { span })
+    }
+}
+
+#[test]
+fn records_serve_regions_of_ever_other_sizes() {
+    let mut shared = Machine::new().manager.shared;
+    let half = crate::limits::RECORDS_MAX / 2;
+    for round in 0..100 {
+        // Each size once, and together far more than there is.
+        let count = half - round * CHUNK_EXTENTS;
+        let first = shared.take_records(count).unwrap();
+        let beside = shared.take_records(CHUNK_EXTENTS).unwrap();
+        shared.give_back_records(first, count);
+        shared.give_back_records(beside, CHUNK_EXTENTS);
+    }
+    assert!(shared.take_records(crate::limits::RECORDS_MAX).is_some());
+    assert_eq!(shared.take_records(1), None);
+}
+
+#[test]
+fn after_a_restart_all_records_are_free_that_no_region_has() {
+    let mut machine = Machine::new();
+    machine.add(1, BASE, 1);
+    let mut records = machine.manager.into_records();
+    let mut last = records.regions()[0];
+    last.first = RecordIndex(crate::limits::RECORDS_MAX - CHUNK_EXTENTS);
+    records.put_region(last);
+    let mut shared = Manager::recover(Machine::config(), records, &[]).shared;
+    assert_eq!(shared.take_records(last.first.0), Some(RecordIndex(0)));
+    assert_eq!(shared.take_records(1), None);
+}
+
+#[test]
+fn records_without_a_region_are_gone_after_a_restart() {
+    let mut machine = Machine::new();
+    machine.add(1, BASE, 1);
+    // As a kill leaves it between the copy of a child's records and that of its region.
+    let stray =
+        ExtentRecord { states: PageStates::all(PageState::Parked, 16), ..Default::default() };
+    machine.manager.shared.records.set(RecordIndex(CHUNK_EXTENTS + 3), stray);
+    let machine = machine.restarted();
+    let stray = machine.manager.shared.records.get(RecordIndex(CHUNK_EXTENTS + 3));
+    assert_eq!(stray, ExtentRecord::default());
+}
