@@ -216,6 +216,8 @@ pub struct Process {
     pub ready: bool,
     /// It never will be: made by a raw `clone`.
     pub raw: bool,
+    /// It touched lost bytes that the kernel cannot poison, and waits until it can be ended.
+    pub waits_for_lost: bool,
     /// The program has ended.
     pub exited: bool,
     /// `ProcGone` was sent.
@@ -249,6 +251,7 @@ impl Process {
             born: false,
             ready: false,
             raw: false,
+            waits_for_lost: false,
             exited: false,
             gone_told: false,
             released: false,

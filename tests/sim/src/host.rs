@@ -250,9 +250,11 @@ impl World {
     }
 
     pub(crate) fn poison(&mut self, proc: ProcId, span: Span) {
-        if let Some(index) = self.space(proc)
-            && !self.procs[index].mm.poison(span)
-        {
+        let Some(index) = self.space(proc) else { return };
+        let process = &mut self.procs[index];
+        if !self.scenario.has_poison {
+            process.waits_for_lost = true;
+        } else if !process.mm.poison(span) {
             self.poisons.push((proc, span));
         }
     }

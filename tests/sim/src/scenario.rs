@@ -110,6 +110,9 @@ pub struct Scenario {
     pub raw_children: u32,
     /// Protecting absent pages leaves markers.
     pub wp_unpopulated: bool,
+    /// The kernel has `UFFDIO_POISON`. Without it a program that touches lost bytes is ended, or its
+    /// thread waits where nobody knows which program that is.
+    pub has_poison: bool,
     /// How often, in a thousand turns, the daemon is killed.
     pub kills: u32,
     /// How readily threads, helpers, the store, devices, processes and operators go next.
@@ -136,6 +139,8 @@ impl Scenario {
             has_move: rng.chance(850),
         };
         let plentiful = rng.chance(600);
+        // From a stream of its own: the seeds of the regressions stay what they were.
+        let has_poison = rng.clone().chance(600);
         Self {
             layout,
             config,
@@ -151,6 +156,7 @@ impl Scenario {
             sequential: rng.pick(&[0, 300, 900]),
             raw_children: rng.pick(&[0, 0, 500]),
             wp_unpopulated: rng.chance(500),
+            has_poison,
             kills: if rng.chance(250) { rng.pick(&[2, 10]) } else { 0 },
             actors: [
                 60,
@@ -189,6 +195,7 @@ impl Scenario {
             sequential: 500,
             raw_children: 0,
             wp_unpopulated: true,
+            has_poison: true,
             kills: 0,
             actors: [60, 20, 20, 0, 3, 4],
             habits: Habits { read: 50, write: 40, add: 4, discard: 1, ..Habits::default() },

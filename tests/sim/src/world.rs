@@ -379,6 +379,16 @@ impl World {
                 self.tell(Event::ProcReady { proc: id, limbo });
                 return true;
             }
+            let process = &self.procs[proc];
+            if process.waits_for_lost && process.ready && !process.exited {
+                let stuck = process.helper.outstanding() > 0;
+                self.exit(proc);
+                if stuck {
+                    // It may sleep on the lost bytes as well.
+                    self.helper_dies(proc);
+                }
+                return true;
+            }
             if !self.settling
                 && !self.procs[proc].exited
                 && self.rng.chance(self.scenario.habits.exit)
@@ -524,6 +534,13 @@ impl World {
             }
             if process.known && process.exited && !process.gone_told {
                 return Some(format!("the end of process {number} is not told"));
+            }
+            if process.runs() && process.waits_for_lost {
+                if process.raw {
+                    // A thread of it waits for ever, which shows no wrong byte.
+                    continue;
+                }
+                return Some(format!("process {number} lost bytes and has not been ended"));
             }
             for (index, thread) in process.threads.iter().enumerate() {
                 let rests = matches!(thread.state, State::Ready | State::Ended);

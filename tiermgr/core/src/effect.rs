@@ -92,7 +92,8 @@ pub enum Effect {
         /// Where.
         span: Span,
     },
-    /// `UFFDIO_POISON`: accesses raise SIGBUS. No answer.
+    /// `UFFDIO_POISON`: accesses raise SIGBUS, and whoever sleeps there is woken once they do. Where the
+    /// kernel cannot do that the program is ended, or they sleep on. No answer.
     Poison {
         /// Whose address space.
         proc: ProcId,
@@ -257,4 +258,11 @@ pub enum Refusal {
     /// Bytes of the range were lost by a device.
     #[error("bytes of the range were lost by the store")]
     Lost,
+    /// It cannot be left to the kernel: pages of it were lost by a device, and we answer their next
+    /// touch.
+    #[error(
+        "pages of the program were lost by the store, and would read as zeros without the daemon: end \
+         the program, or have it give these pages up"
+    )]
+    StaysForLost,
 }

@@ -432,7 +432,7 @@ const fn code_of(refusal: Refusal) -> ErrorCode {
         Refusal::Misaligned | Refusal::Overlaps | Refusal::NoLease => ErrorCode::InvalidArgument,
         Refusal::TooMany | Refusal::NoRoom | Refusal::DoesNotFit => ErrorCode::NoRoom,
         Refusal::NotAttached => ErrorCode::Protocol,
-        Refusal::Lost => ErrorCode::DataLost,
+        Refusal::Lost | Refusal::StaysForLost => ErrorCode::DataLost,
     }
 }
 

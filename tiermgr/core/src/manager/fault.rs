@@ -209,7 +209,6 @@ impl<R: Records> Manager<R> {
                 let page_bytes = self.shared.page_bytes();
                 let span = Span::new(at.align_down(page_bytes), page_bytes);
                 effects.push(Effect::Poison { proc, span });
-                effects.push(Effect::Wake { proc, span });
                 Served::Yes
             }
         };

@@ -228,7 +228,6 @@ impl<R: Records> Manager<R> {
             let start = at.plus(u64::from(first) * page_bytes);
             let span = Span::new(start, u64::from(count) * page_bytes);
             effects.push(Effect::Poison { proc, span });
-            effects.push(Effect::Wake { proc, span });
         }
     }
 

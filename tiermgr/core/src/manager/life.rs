@@ -276,6 +276,13 @@ impl<R: Records> Manager<R> {
         if space.drained && !space.regions.is_empty() {
             return;
         }
+        if self.has_lost_pages(proc) {
+            self.refuse_drain(proc, effects);
+            return;
+        }
+        let Some(space) = self.spaces.get_mut(&proc) else {
+            return;
+        };
         if space.regions.is_empty() {
             space.drained = false;
             for request in std::mem::take(&mut space.draining) {
@@ -293,6 +300,25 @@ impl<R: Records> Manager<R> {
             let kind = Kind::Arm { span, on: false, then: ArmThen::Drained };
             let id = self.shared.begin(space, Op { proc, at: span.start, kind });
             effects.push(Effect::Arm { op: id, proc, span, on: false });
+        }
+    }
+
+    /// Whether a page of the process was lost. The next touch of it is answered by us, wherever the
+    /// kernel has no mark for it: disarmed, it would read as zeros.
+    pub(super) fn has_lost_pages(&self, proc: ProcId) -> bool {
+        self.spaces.get(&proc).is_some_and(|space| {
+            space.regions.iter().any(|region| {
+                let mut armed = region.record.unarmed_extents..region.record.extents;
+                let lost = |state| state == PageState::Poisoned;
+                armed.any(|extent| self.shared.record(region, extent).states.any(lost))
+            })
+        })
+    }
+
+    fn refuse_drain(&mut self, proc: ProcId, effects: &mut Vec<Effect>) {
+        let asked = self.spaces.get_mut(&proc).map(|s| std::mem::take(&mut s.draining));
+        for request in asked.into_iter().flatten() {
+            refuse(effects, request, Refusal::StaysForLost);
         }
     }
 

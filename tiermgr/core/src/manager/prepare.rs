@@ -14,7 +14,7 @@ use super::space::{Space, first_run, page_mask, runs};
 use super::{Manager, Waiting};
 use crate::effect::{Command, Effect};
 use crate::event::{CommandOutcome, IoctlOutcome};
-use crate::page::PageMask;
+use crate::page::{PageMask, PageState};
 use crate::record::Records;
 use crate::units::{Addr, CHUNK_BYTES, EXTENT_BYTES, OpId, ProcId, Span, low_u32};
 
@@ -197,6 +197,17 @@ impl<R: Records> Manager<R> {
             return;
         };
         let at = start.align_down(EXTENT_BYTES);
+        let lost = space.region_at(start).is_some_and(|region| {
+            let states = self.shared.record(region, region.extent_of(start)).states;
+            states.get(self.shared.page_of(start)) == PageState::Poisoned
+        });
+        if lost {
+            // The mark is not in this page table: the kernel has none, or a fork took the record along
+            // and not the mark. Zeros would stand for what was lost.
+            let span = Span::new(start, page_bytes);
+            effects.push(Effect::Poison { proc: fault.proc, span });
+            return;
+        }
         if fault.protected {
             let op = Op { proc: fault.proc, at, kind: Kind::Unprotect };
             let id = self.shared.begin(space, op);

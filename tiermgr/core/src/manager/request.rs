@@ -382,6 +382,10 @@ impl<R: Records> Manager<R> {
             refuse(effects, request, Refusal::DoesNotFit);
             return;
         }
+        if self.has_lost_pages(proc) {
+            refuse(effects, request, Refusal::StaysForLost);
+            return;
+        }
         if let Some(space) = self.spaces.get_mut(&proc) {
             space.draining.push(request);
             let chunks = space.regions.iter_mut().flat_map(|region| &mut region.chunks);

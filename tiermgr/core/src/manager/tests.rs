@@ -127,6 +127,15 @@ impl Machine {
         let span = Span::new(at, u64::from(chunks) * CHUNK_BYTES);
         self.ask(request, Request::AddRegion { span })
     }
+
+    /// Records the states of the pages of an extent.
+    fn record(&mut self, at: Addr, states: PageStates) {
+        let space = self.manager.spaces.get_mut(&PROC).unwrap();
+        let region = space.region_at_mut(at).unwrap();
+        let extent = region.extent_of(at);
+        let slot = crate::units::SlotId::NONE;
+        self.manager.shared.update(PROC, region, extent, states, slot, None);
+    }
 }
 
 #[test]
@@ -169,4 +178,52 @@ fn records_without_a_region_are_gone_after_a_restart() {
     let machine = machine.restarted();
     let stray = machine.manager.shared.records.get(RecordIndex(CHUNK_EXTENTS + 3));
     assert_eq!(stray, ExtentRecord::default());
+}
+
+#[test]
+fn the_helper_gets_no_zeros_where_bytes_were_lost() {
+    let mut machine = Machine::new();
+    machine.add(1, BASE, 1);
+    let mut states = PageStates::default();
+    states.set(0, PageState::Dirty);
+    states.set(1, PageState::Poisoned);
+    machine.record(BASE, states);
+    // The extent is being made exclusive: the helper writes to its pages.
+    let manager = &mut machine.manager;
+    let space = manager.spaces.get_mut(&PROC).unwrap();
+    let kind = Kind::Prepare(Prepare::Populating { rest: 0 });
+    let id = manager.shared.begin(space, op::Op { proc: PROC, at: BASE, kind });
+    Shared::<Kept>::lock(space.region_at_mut(BASE).unwrap(), 0, id);
+    machine.orders.clear();
+    let touch = |page: u64| {
+        let at = BASE.plus(page * PAGE);
+        Event::Faulted { proc: PROC, at, write: true, protected: false }
+    };
+    machine.turn(touch(1));
+    let span = Span::new(BASE.plus(PAGE), PAGE);
+    let proc = PROC;
+    assert_eq!(machine.orders, [Effect::Poison { proc, span }]);
+    machine.turn(touch(2));
+    assert!(machine.orders.iter().any(|order| matches!(order, Effect::Zero { .. })));
+}
+
+#[test]
+fn a_process_whose_bytes_were_lost_is_not_left_to_the_kernel() {
+    let mut machine = Machine::new();
+    machine.add(1, BASE, 1);
+    machine.record(BASE, PageStates::all(PageState::Poisoned, 16));
+    let refused = Some(Reply::Refused(Refusal::StaysForLost));
+    assert_eq!(machine.ask(2, Request::Drain), refused);
+    // Lost on its way back.
+    let space = machine.manager.spaces.get_mut(&PROC).unwrap();
+    space.draining.push(RequestId(3));
+    machine.turn(Event::TimerFired);
+    assert_eq!(machine.reply_to(RequestId(3)), refused);
+    let disarms = |order: &Effect| matches!(order, Effect::Arm { on: false, .. });
+    assert!(!machine.orders.iter().any(disarms));
+    assert_eq!(machine.manager.state_of(PROC, BASE), Some(PageState::Poisoned));
+    // Given up, nothing stands against it any more.
+    machine.record(BASE, PageStates::default());
+    assert_eq!(machine.ask(4, Request::Drain), Some(Reply::Done));
+    assert!(machine.orders.iter().any(disarms));
 }
