@@ -246,6 +246,12 @@ pub enum Refusal {
     /// The pin would leave no room for anything else.
     #[error("pinning this would exceed what may be pinned")]
     NoRoom,
+    /// The kernel could not register the range.
+    #[error(
+        "the kernel has no memory to register the range: a program with very many mappings is at its \
+         limit (raise it with `sysctl vm.max_map_count`), or memory is short"
+    )]
+    NoMappings,
     /// There is no such lease.
     #[error("no such lease")]
     NoLease,

@@ -16,6 +16,11 @@ use crate::page::{PageEvent, PageMask, PageState};
 use crate::record::Records;
 use crate::units::{Addr, EXTENT_BYTES, OpId, ProcId, Span};
 
+/// How long to wait where the kernel could not arm now: the first time, and how often that doubles.
+const ARM_RETRY_NS: u64 = 1_000_000;
+const ARM_BACKOFF_MAX: u8 = 7;
+/// Times that arming a new region is tried: half a second.
+const ARM_TRIES_MAX: u8 = 10;
 /// Maps ordered at once.
 const MAPS_IN_FLIGHT_MAX: u32 = 512;
 
@@ -46,14 +51,26 @@ impl<R: Records> Manager<R> {
             mapped: 0,
             proof: Proof::Needed,
         });
-        let kind = Kind::Arm { span, on: true, then };
+        let kind = Kind::Arm { span, on: true, then, tries: 0 };
         let id = self.shared.begin(space, Op { proc, at: base, kind });
         self.issue(id, effects);
     }
 
     pub(super) fn on_armed(&mut self, id: OpId, outcome: IoctlOutcome, effects: &mut Vec<Effect>) {
-        if matches!(outcome, IoctlOutcome::EventsPending | IoctlOutcome::NoMemory) {
-            self.retry_later(id, 1_000_000);
+        let Some(Op { kind: Kind::Arm { then, tries, .. }, .. }) = self.shared.ops.get_mut(id)
+        else {
+            return;
+        };
+        if outcome == IoctlOutcome::NoMemory {
+            *tries = tries.saturating_add(1);
+        }
+        // A program with as many mappings as it may have stays so: whoever asks for a region is told,
+        // and goes on without it. What was promised already is tried for ever, more and more slowly.
+        let hopeless = matches!(then, ArmThen::ReplyRegion(_)) && *tries >= ARM_TRIES_MAX;
+        let delay_ns = ARM_RETRY_NS << ((*tries).clamp(1, ARM_BACKOFF_MAX + 1) - 1);
+        if outcome == IoctlOutcome::EventsPending || outcome == IoctlOutcome::NoMemory && !hopeless
+        {
+            self.retry_later(id, delay_ns);
             return;
         }
         let Some(Op { proc, at, kind: Kind::Arm { then, .. } }) = self.end_plain_op(id) else {
@@ -74,7 +91,11 @@ impl<R: Records> Manager<R> {
                     }
                     Some(number) => {
                         self.close_region(proc, number, None);
-                        refuse(effects, request, Refusal::NotManaged);
+                        let why = match outcome {
+                            IoctlOutcome::NoMemory => Refusal::NoMappings,
+                            _ => Refusal::NotManaged,
+                        };
+                        refuse(effects, request, why);
                     }
                     None => refuse(effects, request, Refusal::NotAttached),
                 }

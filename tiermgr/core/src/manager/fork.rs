@@ -231,7 +231,7 @@ impl<R: Records> Manager<R> {
         // armed must be found and counted before anything else happens to it.
         for span in child.to_arm.clone() {
             child.recovering = Some(super::recover::Recovery::default());
-            let kind = Kind::Arm { span, on: true, then: ArmThen::Shield };
+            let kind = Kind::Arm { span, on: true, then: ArmThen::Shield, tries: 0 };
             let id = self.shared.begin(child, Op { proc: child.id, at: span.start, kind });
             effects.push(Effect::Arm { op: id, proc: child.id, span, on: true });
         }

@@ -167,7 +167,7 @@ impl<R: Records> Manager<R> {
 
     fn disarm(&mut self, proc: ProcId, span: Span, effects: &mut Vec<Effect>) {
         if let Some(space) = self.spaces.get_mut(&proc) {
-            let kind = Kind::Arm { span, on: false, then: ArmThen::Ended };
+            let kind = Kind::Arm { span, on: false, then: ArmThen::Ended, tries: 0 };
             let id = self.shared.begin(space, Op { proc, at: span.start, kind });
             effects.push(Effect::Arm { op: id, proc, span, on: false });
         }
@@ -297,7 +297,7 @@ impl<R: Records> Manager<R> {
             let Some(space) = self.spaces.get_mut(&proc) else {
                 return;
             };
-            let kind = Kind::Arm { span, on: false, then: ArmThen::Drained };
+            let kind = Kind::Arm { span, on: false, then: ArmThen::Drained, tries: 0 };
             let id = self.shared.begin(space, Op { proc, at: span.start, kind });
             effects.push(Effect::Arm { op: id, proc, span, on: false });
         }

@@ -40,7 +40,13 @@ pub(crate) enum Kind {
     /// there, and have the helper write to these without changing them.
     Prepare(Prepare),
     /// Registers (or, at birth and at the end, unregisters) a range.
-    Arm { span: Span, on: bool, then: ArmThen },
+    Arm {
+        span: Span,
+        on: bool,
+        then: ArmThen,
+        /// Times that the kernel had no memory for it.
+        tries: u8,
+    },
     /// Reads the map of an extent that has just been armed.
     MapArmed,
     /// Zaps a range that the client gave up.

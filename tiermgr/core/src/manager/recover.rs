@@ -143,7 +143,7 @@ impl<R: Records> Manager<R> {
                     continue;
                 }
                 let span = Span::new(record.base.plus(native), len);
-                let kind = Kind::Arm { span, on: true, then: ArmThen::Rearmed };
+                let kind = Kind::Arm { span, on: true, then: ArmThen::Rearmed, tries: 0 };
                 let id = shared.begin(space, Op { proc, at: span.start, kind });
                 effects.push(Effect::Arm { op: id, proc, span, on: true });
             }

@@ -168,7 +168,7 @@ impl<R: Records> Manager<R> {
         let native = u64::from(unarmed) * EXTENT_BYTES;
         let armed = Span::new(span.start.plus(native), span.len - native);
         let then = ArmThen::ReplyRegion(request);
-        let kind = Kind::Arm { span: armed, on: true, then };
+        let kind = Kind::Arm { span: armed, on: true, then, tries: 0 };
         let id = shared.begin(space, Op { proc, at: span.start, kind });
         self.issue(id, effects);
     }

@@ -227,3 +227,23 @@ fn a_process_whose_bytes_were_lost_is_not_left_to_the_kernel() {
     assert_eq!(machine.ask(4, Request::Drain), Some(Reply::Done));
     assert!(machine.orders.iter().any(disarms));
 }
+
+#[test]
+fn a_region_that_cannot_be_armed_is_refused_and_forgotten() {
+    let mut machine = Machine::new();
+    machine.arming = IoctlOutcome::NoMemory;
+    assert_eq!(machine.add(1, BASE, 1), None);
+    let begun = machine.now;
+    while machine.reply_to(RequestId(1)).is_none() {
+        let deadline = machine.manager.deadline();
+        assert!(deadline < begun.after_ns(1_000_000_000), "it is tried for ever");
+        machine.now = machine.now.max(deadline);
+        machine.turn(Event::TimerFired);
+    }
+    let refused = Some(Reply::Refused(Refusal::NoMappings));
+    assert_eq!(machine.reply_to(RequestId(1)), refused);
+    assert!(machine.manager.regions().is_empty());
+    // The same place can be asked for again.
+    machine.arming = IoctlOutcome::Done;
+    assert!(matches!(machine.add(2, BASE, 1), Some(Reply::Region(_))));
+}

@@ -99,7 +99,6 @@ impl PageState {
             (S::Dirty, E::LimboBegun) => S::LimboDirty,
             (S::Clean, E::LimboBegun) => S::LimboClean,
             (S::LimboDirty, E::LimboRefused | E::RescuedDirty) => S::Dirty,
-            // The move may have come back without its write protection.
             (S::LimboClean, E::LimboRefused | E::RescuedClean) => S::Clean,
             (S::LimboClean, E::RescuedDirty) => S::Dirty,
             // The client zapped it behind our back: it asked for zeros.
