@@ -98,6 +98,6 @@ fn a_discard_of_armed_memory_faults_and_is_not_answered_by_the_kernel() {
     area.advise(0, 1, libc::MADV_DONTNEED).expect("discard");
     let reader = thread::spawn(move || area.read(0));
     next_message(&uffd);
-    assert_eq!(uffd.zero(area.at(0), page_size(), true).outcome, Outcome::Done);
+    assert_eq!(uffd.copy(area.at(0), &page_of(0), false, true).outcome, Outcome::Done);
     assert_eq!(reader.join().expect("reader"), 0);
 }

@@ -31,8 +31,6 @@ pub const UFFDIO_UNREGISTER: u32 = 0x8010_aa01;
 pub const UFFDIO_WAKE: u32 = 0x8010_aa02;
 /// Argument [`UffdioCopy`].
 pub const UFFDIO_COPY: u32 = 0xc028_aa03;
-/// Argument [`UffdioZeropage`].
-pub const UFFDIO_ZEROPAGE: u32 = 0xc020_aa04;
 /// Argument [`UffdioMove`]. Since Linux 6.8.
 pub const UFFDIO_MOVE: u32 = 0xc028_aa05;
 /// Argument [`UffdioWriteprotect`].
@@ -48,7 +46,6 @@ const _: () = assert!(UFFDIO_REGISTER == ioc(READ_WRITE, 0x00, size_of::<UffdioR
 const _: () = assert!(UFFDIO_UNREGISTER == ioc(READ, 0x01, size_of::<UffdioRange>()));
 const _: () = assert!(UFFDIO_WAKE == ioc(READ, 0x02, size_of::<UffdioRange>()));
 const _: () = assert!(UFFDIO_COPY == ioc(READ_WRITE, 0x03, size_of::<UffdioCopy>()));
-const _: () = assert!(UFFDIO_ZEROPAGE == ioc(READ_WRITE, 0x04, size_of::<UffdioZeropage>()));
 const _: () = assert!(UFFDIO_MOVE == ioc(READ_WRITE, 0x05, size_of::<UffdioMove>()));
 const _: () =
     assert!(UFFDIO_WRITEPROTECT == ioc(READ_WRITE, 0x06, size_of::<UffdioWriteprotect>()));
@@ -101,10 +98,6 @@ pub const REGISTER_MODE_MINOR: u64 = 1 << 2;
 pub const COPY_MODE_DONTWAKE: u64 = 1 << 0;
 /// Install the page write-protected.
 pub const COPY_MODE_WP: u64 = 1 << 1;
-/// As [`COPY_MODE_DONTWAKE`].
-pub const ZEROPAGE_MODE_DONTWAKE: u64 = 1 << 0;
-/// As [`COPY_MODE_DONTWAKE`].
-pub const MOVE_MODE_DONTWAKE: u64 = 1 << 0;
 /// Absent pages of the source are skipped and count as moved.
 pub const MOVE_MODE_ALLOW_SRC_HOLES: u64 = 1 << 1;
 /// Protect; without it, unprotect.
@@ -178,18 +171,6 @@ pub struct UffdioCopy {
     pub mode: u64,
     /// Out: bytes done, or a negative errno.
     pub copy: i64,
-}
-
-/// `struct uffdio_zeropage`.
-#[derive(Clone, Copy, Debug, Default)]
-#[repr(C)]
-pub struct UffdioZeropage {
-    /// Where.
-    pub range: UffdioRange,
-    /// `ZEROPAGE_MODE_*`.
-    pub mode: u64,
-    /// Out: bytes done, or a negative errno.
-    pub zeropage: i64,
 }
 
 /// `struct uffdio_move`.

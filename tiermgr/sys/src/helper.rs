@@ -7,10 +7,10 @@
 //! a seccomp filter that leaves it eight calls, and exit signal 0, so that the program's `wait` never sees
 //! it. It holds duplicates of the userfaultfds that no `close` of the program can reach.
 //!
-//! It also keeps the memory readable when the program exits right after a fork: see
-//! [`crate::ring::HelperState::Lingering`]. After an *exec* of the program it would keep the old memory
-//! alive without noticing, for its parent stays the same process: the daemon sees the socket close (or
-//! [`crate::pidfd::same_memory`] say no) and stops the ring.
+//! It also keeps the memory readable when the program exits right after a fork, until it is stopped, or for
+//! half a minute. After an *exec* of the program it would keep the old memory alive without noticing, for its
+//! parent stays the same process: the daemon sees the socket close (or [`crate::pidfd::same_memory`] say no)
+//! and stops the ring.
 //!
 //! It runs with the thread-local storage of the thread that made it; `ring_helper.rs` says what follows.
 
@@ -52,7 +52,7 @@ pub struct HelperConfig<'a> {
     pub ring: BorrowedFd<'a>,
     /// Signalled after completions, [`crate::ring::RingOwner::eventfd`].
     pub event: BorrowedFd<'a>,
-    /// The userfaultfd of the arenas. Without it moves into an arena answer EBADF.
+    /// The userfaultfd of the arenas, of which it only holds a duplicate.
     pub arena: Option<BorrowedFd<'a>>,
     /// The userfaultfd of limbo.
     pub limbo: BorrowedFd<'a>,
@@ -112,7 +112,6 @@ pub fn spawn(config: &HelperConfig<'_>) -> io::Result<HelperHandle> {
         serve: Loop {
             ring: ring.as_ptr(),
             client: std::process::id().cast_signed(),
-            arena: if config.arena.is_some() { FD_ARENA } else { -1 },
             limbo: FD_LIMBO,
             event: FD_EVENT,
         },

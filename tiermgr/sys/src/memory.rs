@@ -99,19 +99,9 @@ impl PageEntry {
         self.bit(62)
     }
 
-    /// The page belongs to a file or to shared memory.
-    pub const fn file_or_shared(self) -> bool {
-        self.bit(61)
-    }
-
     /// userfaultfd protects it against writes.
     pub const fn write_protected(self) -> bool {
         self.bit(57)
-    }
-
-    /// Only this process maps the page.
-    pub const fn exclusive(self) -> bool {
-        self.bit(56)
     }
 }
 
@@ -312,7 +302,7 @@ mod tests {
         let mut entries = [PageEntry::default(); 4];
         let at = crate::uffd::bytes(buffer.as_ptr().expose_provenance());
         assert_eq!(map.read(at, &mut entries).expect("read"), 4);
-        assert!(entries.iter().all(|e| e.present() && e.exclusive() && !e.write_protected()));
+        assert!(entries.iter().all(|e| e.present() && !e.write_protected()));
         assert_eq!(map.read(0, &mut entries).expect("read"), 4);
         assert!(entries.iter().all(|e| !e.present()));
     }

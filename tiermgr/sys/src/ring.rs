@@ -70,16 +70,11 @@ pub(crate) mod layout {
     pub(crate) const CANCELLED: u64 = 4;
 
     pub(crate) const STATE_RUNNING: u32 = 1;
-    pub(crate) const STATE_LINGERING: u32 = 2;
-    pub(crate) const STATE_ENDED: u32 = 3;
     pub(crate) const STATE_FAILED: u32 = 4;
 
     pub(crate) const OP_MOVE_TO_LIMBO: u64 = 1;
-    pub(crate) const OP_MOVE_TO_ARENA: u64 = 2;
     pub(crate) const OP_DROP: u64 = 3;
     pub(crate) const OP_POPULATE: u64 = 4;
-    /// Mode bits of UFFDIO_MOVE lie above the operation.
-    pub(crate) const OP_MODE_SHIFT: u32 = 8;
 
     const _: () = assert!(FIRST_ENTRY + super::ENTRIES * ENTRY_BYTES <= BYTES);
 
@@ -89,32 +84,17 @@ pub(crate) mod layout {
     }
 }
 
-/// Which userfaultfd serves a move: the one that the *destination* is registered with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MoveVia {
-    /// Into limbo.
-    Limbo,
-    /// Back into an arena.
-    Arena,
-}
-
 /// What a helper is asked to do; all of it inside the client's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Command {
-    /// UFFDIO_MOVE.
+    /// UFFDIO_MOVE into limbo. Absent pages are skipped and count as moved.
     Move {
-        /// By which descriptor.
-        via: MoveVia,
         /// To where; nothing may be there.
         dst: u64,
         /// From where.
         src: u64,
         /// Bytes.
         len: u64,
-        /// Absent pages are skipped and count as moved.
-        allow_holes: bool,
-        /// Wake whoever waits at `dst`.
-        wake: bool,
     },
     /// MADV_DONTNEED.
     Drop {
@@ -148,15 +128,7 @@ impl Command {
 
     const fn encode(&self) -> [u64; 4] {
         match *self {
-            Self::Move { via, dst, src, len, allow_holes, wake } => {
-                let op = match via {
-                    MoveVia::Limbo => layout::OP_MOVE_TO_LIMBO,
-                    MoveVia::Arena => layout::OP_MOVE_TO_ARENA,
-                };
-                let holes = if allow_holes { crate::abi::MOVE_MODE_ALLOW_SRC_HOLES } else { 0 };
-                let quiet = if wake { 0 } else { crate::abi::MOVE_MODE_DONTWAKE };
-                [op | (holes | quiet) << layout::OP_MODE_SHIFT, dst, src, len]
-            }
+            Self::Move { dst, src, len } => [layout::OP_MOVE_TO_LIMBO, dst, src, len],
             Self::Drop { start, len } => [layout::OP_DROP, start, 0, len],
             Self::Populate { start, len } => [layout::OP_POPULATE, start, 0, len],
         }
@@ -205,21 +177,6 @@ pub enum RingError {
     /// Commands of the former epoch may still run.
     #[error("the helper has not acknowledged the new epoch")]
     EpochPending,
-}
-
-/// What the helper says of itself. A hint: its pidfd is what tells that it is dead.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum HelperState {
-    /// Not there yet.
-    NotStarted,
-    /// Serving.
-    Running,
-    /// The client has ended; the helper keeps its memory readable until it is stopped, or half a minute.
-    Lingering,
-    /// Gone.
-    Ended,
-    /// Could not start; the errno.
-    Failed(i32),
 }
 
 /// The executor's end.
@@ -429,20 +386,6 @@ impl RingOwner {
         self.commands = [None; ENTRIES];
         self.oldest = 0;
         self.next = 0;
-    }
-
-    /// What the helper says of itself.
-    pub fn helper_state(&self) -> HelperState {
-        match self.head(layout::HELPER_STATE).load(Ordering::SeqCst) {
-            0 => HelperState::NotStarted,
-            layout::STATE_RUNNING => HelperState::Running,
-            layout::STATE_LINGERING => HelperState::Lingering,
-            layout::STATE_FAILED => {
-                let errno = self.head(layout::HELPER_ERRNO).load(Ordering::SeqCst);
-                HelperState::Failed(i32::try_from(errno).unwrap_or(libc::EIO))
-            }
-            _ => HelperState::Ended,
-        }
     }
 
     /// Tells the helper to end; the ring is of no use afterwards.

@@ -25,7 +25,6 @@ pub(crate) struct Loop {
     pub(crate) ring: *mut u8,
     /// The client's process id.
     pub(crate) client: i32,
-    pub(crate) arena: i32,
     pub(crate) limbo: i32,
     pub(crate) event: i32,
 }
@@ -85,7 +84,6 @@ impl Loop {
                 break;
             }
         }
-        self.head(layout::HELPER_STATE).store(layout::STATE_ENDED, Ordering::SeqCst);
     }
 
     /// Looks at the entry of `next`; `true` when it got past it.
@@ -120,10 +118,8 @@ impl Loop {
         let read = |field| self.field(sequence, field).load(Ordering::Relaxed);
         let (op, a, b, len) =
             (read(layout::OP), read(layout::A), read(layout::B), read(layout::LEN));
-        let mode = op >> layout::OP_MODE_SHIFT;
-        let (bytes, errno) = match op & 0xff {
-            layout::OP_MOVE_TO_LIMBO => move_pages(self.limbo, a, b, len, mode),
-            layout::OP_MOVE_TO_ARENA => move_pages(self.arena, a, b, len, mode),
+        let (bytes, errno) = match op {
+            layout::OP_MOVE_TO_LIMBO => move_pages(self.limbo, a, b, len),
             layout::OP_DROP => advise(a, len, libc::MADV_DONTNEED),
             layout::OP_POPULATE => advise(a, len, libc::MADV_POPULATE_WRITE),
             _ => (0, libc::EINVAL.unsigned_abs()),
@@ -196,7 +192,6 @@ impl Loop {
         let now = monotonic_ns();
         if *linger_until == 0 {
             *linger_until = now.wrapping_add(LINGER_NS);
-            self.head(layout::HELPER_STATE).store(layout::STATE_LINGERING, Ordering::SeqCst);
         }
         now >= *linger_until
     }
@@ -209,14 +204,14 @@ pub(crate) const fn fd_arg(fd: i32) -> usize {
 }
 
 /// UFFDIO_MOVE, repeated while it makes progress (a partial move is reported as EAGAIN whatever ended it).
-fn move_pages(fd: i32, dst: u64, src: u64, len: u64, mode: u64) -> (u64, u32) {
+fn move_pages(fd: i32, dst: u64, src: u64, len: u64) -> (u64, u32) {
     let mut done = 0u64;
     loop {
         let mut arg = abi::UffdioMove {
             dst: dst.wrapping_add(done),
             src: src.wrapping_add(done),
             len: len.wrapping_sub(done),
-            mode,
+            mode: abi::MOVE_MODE_ALLOW_SRC_HOLES,
             moved: 0,
         };
         // SAFETY: UFFDIO_MOVE reads and writes one `UffdioMove`. Which pages lie where is what the daemon

@@ -100,7 +100,6 @@ fn any_bytes_in_the_ring_leave_the_owner_whole() {
         }
         while let Ok(Some(_)) = ring.poll() {}
         assert!(ring.outstanding().count() <= ENTRIES);
-        let _hint = ring.helper_state();
         if draw().is_multiple_of(50) {
             ring.new_epoch();
             ring.head(layout::EPOCH_ACK).store(ring.epoch, Ordering::SeqCst);

@@ -346,18 +346,6 @@ impl Uffd {
         })
     }
 
-    /// Installs pages of zeros. Never for a page that was written before.
-    pub fn zero(&self, start: u64, len: u64, wake: bool) -> Installed {
-        let mode = if wake { 0 } else { abi::ZEROPAGE_MODE_DONTWAKE };
-        fill(len, |done| {
-            let range = abi::UffdioRange { start: start.wrapping_add(done), len: len - done };
-            let mut arg = abi::UffdioZeropage { range, mode, zeropage: 0 };
-            // SAFETY: UFFDIO_ZEROPAGE takes one `UffdioZeropage`.
-            let rc = unsafe { ioctl(self.as_fd(), abi::UFFDIO_ZEROPAGE, &mut arg) };
-            (rc.err().unwrap_or(0), arg.zeropage)
-        })
-    }
-
     /// Marks pages so that every access ends in SIGBUS. Absent pages only.
     pub fn poison(&self, start: u64, len: u64) -> Installed {
         fill(len, |done| {

@@ -10,7 +10,7 @@ use super::proc::{Attached, Proc};
 use tiermgr_core::effect::Command;
 use tiermgr_core::event::{CommandOutcome, Event, IoctlOutcome};
 use tiermgr_core::units::{Addr, OpId, ProcId};
-use tiermgr_sys::ring::{self, Completion, MoveVia};
+use tiermgr_sys::ring::{self, Completion};
 
 impl LinuxHost {
     pub(super) fn command(&mut self, op: OpId, proc: ProcId, command: Command) {
@@ -26,7 +26,7 @@ impl LinuxHost {
         let attached = self.procs.get_mut(proc).and_then(|known| known.attached.as_mut());
         match attached {
             Some(attached) if attached.helper_alive => {
-                let command = ring_command(attached, command);
+                let command = ring_command(command);
                 attached.queue.push_back((op, command));
                 fill_ring(attached);
             }
@@ -120,13 +120,9 @@ impl LinuxHost {
     }
 }
 
-fn ring_command(attached: &Attached, command: Command) -> ring::Command {
+const fn ring_command(command: Command) -> ring::Command {
     match command {
-        Command::Move { from, to, len } => {
-            let via = if attached.limbo.contains(to) { MoveVia::Limbo } else { MoveVia::Arena };
-            let (dst, src) = (to.0, from.0);
-            ring::Command::Move { via, dst, src, len, allow_holes: true, wake: true }
-        }
+        Command::Move { from, to, len } => ring::Command::Move { dst: to.0, src: from.0, len },
         Command::Drop(span) => ring::Command::Drop { start: span.start.0, len: span.len },
         Command::Populate(span) => ring::Command::Populate { start: span.start.0, len: span.len },
     }
