@@ -27,7 +27,14 @@
 /* In the table of a helper. */
 #define HELPER_EVENTFD 5
 
+/* In the ring: its entries, whose first word is epoch, sequence and state. */
+#define RING_ENTRIES 64
+#define RING_FIRST 4096
+#define RING_ENTRY 64
+#define RING_DONE 3
+
 static int blocking_userfaultfds;
+static int checks_bytes;
 
 /* In place of libc's, also for the library: userfaultfds are made as the move wants them. */
 int ioctl(int fd, unsigned long request, ...)
@@ -70,7 +77,14 @@ static void *work(void *argument)
 
     for (uint64_t round = 0;; round++)
         for (uint64_t page = 0; page < MEMORY / PAGE; page++)
+        {
+            if (checks_bytes && round > 0 && words[page * PAGE_WORDS] != round - 1) {
+                fprintf(stderr, "page %lu holds %lu in round %lu\n", (unsigned long)page,
+                        (unsigned long)words[page * PAGE_WORDS], (unsigned long)round);
+                _exit(1);
+            }
             words[page * PAGE_WORDS] = round;
+        }
     return NULL;
 }
 
@@ -146,11 +160,10 @@ static void steal_signals(void)
     steal(&event, 1);
 }
 
-static void scribble_over_the_ring(void)
+static void *find_ring(size_t *bytes)
 {
     FILE *maps = fopen("/proc/self/maps", "r");
     char line[256];
-    uint64_t seed = 1;
 
     while (maps != NULL && fgets(line, sizeof line, maps) != NULL) {
         unsigned long first, end;
@@ -159,14 +172,56 @@ static void scribble_over_the_ring(void)
             sscanf(line, "%lx-%lx", &first, &end) != 2)
             continue;
         fclose(maps);
-        for (;;) {
-            /* Between a moment of good order and one of garbage commands come and go. */
-            scribble((void *)first, end - first, &seed);
-            usleep(1000);
-        }
+        *bytes = end - first;
+        return (void *)first;
     }
     fprintf(stderr, "no ring is mapped\n");
     _exit(1);
+}
+
+static volatile uint64_t *ring_word(char *ring, uint64_t sequence)
+{
+    return (void *)(ring + RING_FIRST + sequence % RING_ENTRIES * RING_ENTRY);
+}
+
+static void scribble_over_the_ring(void)
+{
+    size_t bytes;
+    void *ring = find_ring(&bytes);
+    uint64_t seed = 1;
+
+    for (;;) {
+        /* Between a moment of good order and one of garbage commands come and go. */
+        scribble(ring, bytes, &seed);
+        usleep(1000);
+    }
+}
+
+/* Damages the oldest of several commands that have been carried out since the last look, in the hope
+ * that the daemon has not seen any of their answers yet. */
+static void damage_the_oldest(void)
+{
+    size_t bytes;
+    char *ring = find_ring(&bytes);
+    uint64_t last = 0;
+
+    for (;;) {
+        uint64_t newest = 0, oldest;
+
+        for (uint64_t n = 0; n < RING_ENTRIES; n++) {
+            uint64_t word = *ring_word(ring, n);
+
+            if ((word & 0xff) >= 1 && (word & 0xff) <= RING_DONE && word >> 8 > newest)
+                newest = word >> 8;
+        }
+        for (oldest = newest; oldest > last + 1; oldest--)
+            if (*ring_word(ring, oldest - 1) != ((oldest - 1) << 8 | RING_DONE))
+                break;
+        if (newest - oldest < 2 || *ring_word(ring, newest) != (newest << 8 | RING_DONE))
+            continue;
+        *ring_word(ring, oldest) = ~0ull;
+        last = newest;
+    }
 }
 
 static void send_nonsense(void)
@@ -273,6 +328,7 @@ int main(int argc, char **argv)
         return 0;
     }
     fill_pages(memory, MEMORY);
+    checks_bytes = strcmp(move, "damage-oldest") == 0;
     start(work, memory);
     usleep(200000);
     if (strcmp(move, "attach-blocking") == 0)
@@ -283,6 +339,8 @@ int main(int argc, char **argv)
         steal_signals();
     else if (strcmp(move, "scribble") == 0)
         scribble_over_the_ring();
+    else if (strcmp(move, "damage-oldest") == 0)
+        damage_the_oldest();
     else if (strcmp(move, "nonsense") == 0)
         send_nonsense();
     else if (strcmp(move, "kill-helper") == 0)

@@ -75,6 +75,9 @@ impl LinuxHost {
     /// Takes what the helper of `known` has answered.
     pub(super) fn reap_commands(known: &mut Proc, events: &mut Vec<Event>) {
         let Some(attached) = known.attached.as_mut() else { return };
+        if attached.ring_broken {
+            return;
+        }
         while !attached.running.is_empty() {
             match attached.ring.poll() {
                 Ok(None) => break,
@@ -89,7 +92,8 @@ impl LinuxHost {
                     // runs any more, and its commands can be answered.
                     tracing::error!(%error, pid = known.entry.pid, "ending a helper");
                     attached.kill_helper();
-                    break;
+                    attached.ring_broken = true;
+                    return;
                 }
             }
         }
@@ -101,18 +105,20 @@ impl LinuxHost {
         let Some(attached) = known.attached.as_mut() else { return };
         attached.helper_alive = false;
         // What it finished before it died is still there to be read.
-        while let Ok(Some((ticket, completion))) = attached.ring.poll() {
+        while !attached.ring_broken
+            && let Ok(Some((ticket, completion))) = attached.ring.poll()
+        {
             let found = attached.running.iter().position(|&(known, ..)| known == ticket);
             if let Some((_, op, len)) = found.and_then(|at| attached.running.remove(at)) {
                 events.push(commanded(op, len, completion));
             }
         }
         attached.ring.forget_all();
-        // It carried commands out one by one: of the oldest a part may have happened.
-        let mut outcome = CommandOutcome::Stopped;
+        // Of the oldest a part may have happened, and of the others everything where the ring, which the
+        // client can write to, does not say so: what came of each is looked up page by page.
         for (_, op, _) in attached.running.drain(..) {
+            let outcome = CommandOutcome::Stopped;
             events.push(Event::Commanded { op, bytes: 0, outcome });
-            outcome = CommandOutcome::NoHelper;
         }
         for (op, _) in attached.queue.drain(..) {
             events.push(Event::Commanded { op, bytes: 0, outcome: CommandOutcome::NoHelper });

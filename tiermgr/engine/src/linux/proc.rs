@@ -110,6 +110,8 @@ pub(super) struct Attached {
     /// `None` where the helper was gone before a restart.
     pub(super) helper_pidfd: Option<OwnedFd>,
     pub(super) helper_alive: bool,
+    /// The ring was scribbled over: the helper has been killed, and nothing that the ring says counts.
+    pub(super) ring_broken: bool,
     pub(super) limbo_fd: ManuallyDrop<Uffd>,
     pub(super) limbo: Span,
     pub(super) ring: RingOwner,
@@ -245,6 +247,7 @@ impl Proc {
             helper_pid: new.helper_pid,
             helper_pidfd: Some(helper_pidfd),
             helper_alive: true,
+            ring_broken: false,
             limbo_fd: ManuallyDrop::new(Uffd::from_fd(new.limbo_fd)),
             limbo: new.limbo,
             ring: new.ring,

@@ -231,6 +231,7 @@ fn look_at(entry: &ProcEntry, open: &BTreeSet<RawFd>) -> io::Result<Option<Attac
         helper_pid: entry.helper_pid,
         helper_pidfd: helper,
         helper_alive,
+        ring_broken: false,
         limbo_fd: ManuallyDrop::new(limbo_fd),
         limbo: entry.limbo,
         // Without a helper nobody listens at the other end.

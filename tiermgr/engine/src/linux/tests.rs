@@ -474,6 +474,49 @@ fn a_dead_helper_answers_everything_and_takes_nothing_more() {
     world.end();
 }
 
+/// The client writes to the ring as it likes. What has been moved is then in limbo, whatever it says.
+#[test]
+fn behind_a_damaged_entry_nothing_counts_as_not_done() {
+    let Some(mut world) = World::new() else { return };
+    let (region, limbo, proc) = (world.region, world.limbo, world.proc);
+    region.fill(0, CHUNK_BYTES, 3);
+    assert_eq!(world.arm(region.span(0, CHUNK_BYTES), true), IoctlOutcome::Done);
+    let moves: Vec<OpId> = (0..4)
+        .map(|n| {
+            let at = n * EXTENT_BYTES;
+            let op = world.op();
+            let (from, to) = (Addr(region.base + at), Addr(limbo.base + at));
+            let command = Command::Move { from, to, len: EXTENT_BYTES };
+            world.host.start(&Effect::Command { op, proc, command });
+            op
+        })
+        .collect();
+    // The words of the entries, whose layout is that of the ring.
+    let attached = world.host.procs.get(proc).and_then(|known| known.attached.as_ref()).unwrap();
+    let ring = shm::SharedFile::map(attached.ring.memfd().try_clone_to_owned().unwrap(), 65536);
+    let ring = ring.unwrap();
+    let word = |entry: u64| ring.at_u64(4096 + 64 * entry).unwrap();
+    let begun = Instant::now();
+    while (0..4).any(|entry| word(entry).load(Ordering::SeqCst) & 0xff != 3) {
+        assert!(begun.elapsed() < PATIENCE, "the helper does not move");
+        thread::sleep(Duration::from_millis(1));
+    }
+    word(0).store(u64::MAX, Ordering::SeqCst);
+    let mut answers = Vec::new();
+    while answers.len() < moves.len() {
+        assert!(begun.elapsed() < PATIENCE, "{answers:?}");
+        let deadline = world.host.now().after_ns(20_000_000);
+        world.host.collect(deadline, &mut answers);
+    }
+    for (answer, op) in answers.into_iter().zip(moves) {
+        let outcome = CommandOutcome::Stopped;
+        assert_eq!(answer, Event::Commanded { op, bytes: 0, outcome });
+    }
+    assert_eq!(world.present(Addr(region.base + EXTENT_BYTES)), 0);
+    assert_ne!(world.present(Addr(limbo.base + EXTENT_BYTES)), 0);
+    world.end();
+}
+
 #[test]
 fn a_letter_ends_a_sleep_and_a_stopping_host_returns() {
     let Some(mut world) = World::new() else { return };
