@@ -1,14 +1,17 @@
 /*
  * Memory of which some bytes in the store have been changed behind the daemon's back.
  *
- *   damage MIB    fills pages that say which they are, prints "filled", waits for a line; then prints
+ *   damage MIB [touch | ignore]
+ *                 fills pages that say which they are, prints "filled", waits for a line; then prints
  *                 "lost N" for each page that cannot be read, and "right" where all others are.
  *
- * Pages are read by write(2) to a file: a page that is lost answers EFAULT there, and SIGBUS here.
+ * Pages are read by write(2) to a file: a page that is lost answers EFAULT there, and SIGBUS here. With
+ * "touch" they are read here, with "ignore" as well, and SIGBUS is ignored.
  */
 
 #define _GNU_SOURCE
 #include <errno.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -38,12 +41,18 @@ int main(int argc, char **argv)
     for (uint64_t page = 0; page < pages; page++)
         for (uint64_t n = 0; n < WORDS; n++)
             memory[page * WORDS + n] = word(page, n);
+    if (argc > 2 && strcmp(argv[2], "ignore") == 0)
+        signal(SIGBUS, SIG_IGN);
     puts("filled");
     fflush(stdout);
     if (fgets(line, sizeof line, stdin) == NULL)
         return 2;
     for (uint64_t page = 0; page < pages; page++) {
-        ssize_t done = pwrite(file, memory + page * WORDS, PAGE, 0);
+        ssize_t done;
+
+        if (argc > 2)
+            (void)*(volatile uint64_t *)(memory + page * WORDS);
+        done = pwrite(file, memory + page * WORDS, PAGE, 0);
 
         if (done < 0 && errno == EFAULT) {
             printf("lost %llu\n", (unsigned long long)page);

@@ -1,8 +1,12 @@
 """Bytes that the store gives back changed are never shown: exactly those pages are lost."""
 
+import contextlib
 import os
 import pathlib
+import signal
 import subprocess
+
+import pytest
 
 import product
 
@@ -25,12 +29,15 @@ def parked_pages(store):
     return found
 
 
-def test_a_damaged_page_is_lost_and_no_other(folder):
+@contextlib.contextmanager
+def damaged(folder, *arguments, extra=()):
+    """A daemon, a program that has filled its memory and waits to be told to read it, and the pages of
+    it that have been changed in the store."""
     program = product.compile_c(pathlib.Path(__file__).with_name("damage.c"),
                                 product.BUILD / "system" / "damage")
-    with product.Daemon(folder, 64 * MIB, 1024 * MIB) as daemon:
-        client = subprocess.Popen([program, "128"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                  text=True, env=daemon.preloaded())
+    with product.Daemon(folder, 64 * MIB, 1024 * MIB, extra=extra) as daemon:
+        client = subprocess.Popen([program, "128", *arguments], stdin=subprocess.PIPE,
+                                  stdout=subprocess.PIPE, text=True, env=daemon.preloaded())
         try:
             assert client.stdout.readline() == "filled\n"
             # One page of every place in its extent, so that no place stands for another.
@@ -43,12 +50,30 @@ def test_a_damaged_page_is_lost_and_no_other(folder):
                 os.pwrite(descriptor, b"\xff", offset + PAGE - 1)
             os.fsync(descriptor)
             os.close(descriptor)
-            out, _ = client.communicate("go\n", timeout=100)
+            yield daemon, client, {page for page, _ in chosen.values()}
         finally:
             client.kill()
             client.communicate()
+
+
+def test_a_damaged_page_is_lost_and_no_other(folder):
+    with damaged(folder) as (daemon, client, chosen):
+        out, _ = client.communicate("go\n", timeout=100)
         assert client.returncode == 0 and out.endswith("right\n"), out
         lost = {int(line.split()[1]) for line in out.splitlines() if line.startswith("lost")}
         # What was in DRAM as well may have been kept there.
-        assert lost and lost <= {page for page, _ in chosen.values()}, (lost, chosen)
+        assert lost and lost <= chosen, (lost, chosen)
         assert daemon.status()["totals"]["poisoned_pages"] == len(lost)
+
+
+@pytest.mark.parametrize("how, ended_by", [("touch", signal.SIGBUS), ("ignore", signal.SIGKILL)])
+def test_where_pages_cannot_be_poisoned_a_program_is_ended(folder, how, ended_by):
+    extra = ("--assume-missing", "uffd_poison")
+    with damaged(folder, how, extra=extra) as (daemon, client, _):
+        out, _ = client.communicate("go\n", timeout=60)
+        assert client.returncode == -ended_by, (client.returncode, out)
+        assert "wrong" not in out and "right" not in out, out
+        log = daemon.log_text()
+        # Once, however often the sleeper was woken.
+        assert log.count("the store has lost") == 1, log
+        assert ("lived on after SIGBUS" in log) == (ended_by == signal.SIGKILL), log

@@ -70,6 +70,7 @@ impl LinuxHost {
         known.attach(prepared);
         self.state.procs.put(&known.entry);
         self.tell_ready(id, events);
+        self.signal_for_lost_bytes(id, self.tick());
     }
 
     /// Tells the manager of a process that has shown itself, and watches for its end.

@@ -1,7 +1,7 @@
 //! What the host does to the memory of a process: ioctls on its userfaultfds, its page table, its limbo.
 
 use super::LinuxHost;
-use super::proc::{Attached, Proc};
+use super::proc::{Attached, Proc, TouchedLost};
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
@@ -18,6 +18,9 @@ use tiermgr_sys::uffd::{Installed, Mode, Outcome, Uffd};
 const PIECE: usize = low_u32(COPY_PIECE_BYTES) as usize;
 /// Never written, so all of it is one frame of the kernel's and stays in the processor's cache.
 static ZEROS: [u8; PIECE] = [0; PIECE];
+
+/// How long a program has to end by SIGBUS before it is killed: a handler may want to say something.
+const SIGBUS_GRACE_NS: u64 = 1_000_000_000;
 
 /// What the manager is to make of it.
 pub(super) fn outcome_of(outcome: Outcome) -> IoctlOutcome {
@@ -227,21 +230,83 @@ impl LinuxHost {
         self.poison_delayed |= delayed;
     }
 
-    /// Without POISON a thread that touches lost bytes would sleep for ever. Ending the program with
-    /// the signal that it would have got is the one honest answer left.
+    /// Without POISON a thread that touches lost bytes sleeps on. Ending the program with the signal that
+    /// it would have got is the one honest answer left.
     fn end_for_lost_bytes(&mut self, proc: ProcId, span: Span) {
-        let Some(known) = self.procs.get(proc) else { return };
+        let now = self.tick();
+        let Some(known) = self.procs.get_mut(proc) else { return };
+        // Whatever else wakes the sleeper makes it ask again.
+        if known.touched_lost.is_some() || known.entry.gone {
+            return;
+        }
         tracing::error!(
+            family = self.config.family,
             pid = known.entry.pid,
             start = format_args!("{:#x}", span.start.0),
             bytes = span.len,
-            "bytes were lost and this kernel cannot poison pages (Linux 6.6 or later can): ending the \
-             program with SIGBUS"
+            "a program touched bytes that the store has lost, and this kernel cannot poison pages \
+             (Linux 6.6 or later can)"
         );
-        if let Some(process) = known.attached.as_ref().and_then(|it| it.pidfd.as_ref())
-            && let Err(error) = pidfd::send_signal(process.as_fd(), libc::SIGBUS)
-        {
-            tracing::error!(%error, pid = known.entry.pid, "sending SIGBUS");
+        known.touched_lost = Some(TouchedLost::Waits);
+        self.signal_for_lost_bytes(proc, now);
+    }
+
+    /// Signals a program that waits for lost bytes, if it is known which it is.
+    pub(super) fn signal_for_lost_bytes(&mut self, proc: ProcId, now: Tick) {
+        let family = self.config.family;
+        let Some(known) = self.procs.get_mut(proc) else { return };
+        if known.touched_lost != Some(TouchedLost::Waits) {
+            return;
+        }
+        let pid = known.entry.pid;
+        let attached = known.attached.as_ref().filter(|attached| !attached.exited);
+        let Some(process) = attached.and_then(|attached| attached.pidfd.as_ref()) else {
+            tracing::error!(
+                family,
+                "its thread waits: it is a forked process that has not shown itself, so it cannot be \
+                 ended from here; end it, or the programs of the family"
+            );
+            return;
+        };
+        match pidfd::send_signal(process.as_fd(), libc::SIGBUS) {
+            Ok(()) => tracing::error!(family, pid, "the program was sent SIGBUS"),
+            Err(error) => tracing::error!(%error, family, pid, "sending SIGBUS to the program"),
+        }
+        let kill_at = now.after_ns(SIGBUS_GRACE_NS);
+        known.touched_lost = Some(TouchedLost::Signalled(kill_at));
+        self.next_kill = self.next_kill.min(kill_at);
+    }
+
+    /// Kills the programs that outlived their SIGBUS: the thread that touched lost bytes would sleep for
+    /// ever.
+    pub(super) fn kill_for_lost_bytes(&mut self, now: Tick) {
+        self.next_kill = Tick::NEVER;
+        for at in 0..self.procs.live().len() {
+            let Some(known) = self.procs.live_at(at) else { continue };
+            let Some(TouchedLost::Signalled(kill_at)) = known.touched_lost else { continue };
+            if kill_at > now {
+                self.next_kill = self.next_kill.min(kill_at);
+                continue;
+            }
+            known.touched_lost = Some(TouchedLost::Killed);
+            // After an exec the process is another program.
+            let (pid, gone) = (known.entry.pid, known.entry.gone);
+            let Some(attached) = &known.attached else { continue };
+            if !attached.running.is_empty() {
+                // The helper may sleep on the lost bytes as well, and would keep their memory for ever.
+                attached.kill_helper();
+            }
+            let Some(process) = attached.pidfd.as_ref().filter(|_| !attached.exited && !gone)
+            else {
+                continue;
+            };
+            if matches!(pidfd::wait(process.as_fd(), Duration::ZERO), Ok(true)) {
+                continue;
+            }
+            match pidfd::send_signal(process.as_fd(), libc::SIGKILL) {
+                Ok(()) => tracing::error!(pid, "the program lived on after SIGBUS: it was killed"),
+                Err(error) => tracing::error!(%error, pid, "killing a program that lives on"),
+            }
         }
     }
 

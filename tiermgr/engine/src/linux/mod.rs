@@ -116,6 +116,8 @@ pub struct LinuxHost {
     slots_wanted: bool,
     wake_polled: bool,
     poison_delayed: bool,
+    /// When a program is to be killed that outlived its SIGBUS.
+    next_kill: Tick,
     stopping: bool,
     /// A process was attached at some time: without any left, the family has ended.
     served: bool,
@@ -154,6 +156,7 @@ impl LinuxHost {
             slots_wanted: false,
             wake_polled: false,
             poison_delayed: false,
+            next_kill: Tick::NEVER,
             stopping: false,
             served: false,
             next_look: Tick(0),
@@ -237,6 +240,9 @@ impl LinuxHost {
         }
         if now >= self.cap.next_look() {
             self.look_at_cap(now);
+        }
+        if now >= self.next_kill {
+            self.kill_for_lost_bytes(now);
         }
         if self.poison_delayed {
             self.poison_delayed = false;
@@ -420,7 +426,7 @@ impl Host for LinuxHost {
             if self.needs_looks() {
                 until = until.min(self.next_look);
             }
-            until = until.min(self.cap.next_look());
+            until = until.min(self.cap.next_look()).min(self.next_kill);
             let now = self.tick();
             if self.poison_delayed {
                 until = until.min(now.after_ns(POISON_AGAIN_NS));

@@ -13,7 +13,7 @@ use std::fs::File;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::time::Duration;
-use tiermgr_core::units::{Addr, OpId, ProcId, Span};
+use tiermgr_core::units::{Addr, OpId, ProcId, Span, Tick};
 use tiermgr_sys::cgroup::MemoryGauge;
 use tiermgr_sys::helper::FD_RING;
 use tiermgr_sys::memory::Pagemap;
@@ -178,6 +178,19 @@ pub(super) struct Proc {
     pub(super) to_poison: Vec<Span>,
     /// The log has said that mappings which are none of ours lie in its memory.
     pub(super) told_foreign: bool,
+    /// It has touched lost bytes that this kernel cannot poison.
+    pub(super) touched_lost: Option<TouchedLost>,
+}
+
+/// What becomes of a program that touched lost bytes where the kernel cannot poison them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum TouchedLost {
+    /// It has not shown itself: its thread waits until it can be ended.
+    Waits,
+    /// It was sent SIGBUS, and is killed at this time.
+    Signalled(Tick),
+    /// It was killed.
+    Killed,
 }
 
 impl Proc {
@@ -212,6 +225,7 @@ impl Proc {
             disconnected: false,
             to_poison: Vec::new(),
             told_foreign: false,
+            touched_lost: None,
         }
     }
 
