@@ -80,7 +80,16 @@ pub enum EngineError {
         /// DRAM and store together.
         capacity_bytes: u64,
     },
-    /// The state directory's file system is nearly full.
+    /// An earlier daemon moved pages out of their place, and this one may not.
+    #[error(
+        "pages of the family in {path} left by UFFDIO_MOVE, which this daemon takes for missing: start it \
+         without `uffd_move` among `assume_missing`, or end the programs of the family"
+    )]
+    NeedsMove {
+        /// The family's folder.
+        path: PathBuf,
+    },
+    /// The state directory's file system is full.
     #[error("{path} has no room for the records of another region")]
     StateFull {
         /// The state directory.

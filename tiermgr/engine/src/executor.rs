@@ -28,7 +28,6 @@ use std::time::{Duration, Instant};
 use tiermgr_core::effect::Reply;
 use tiermgr_core::event::Request;
 use tiermgr_core::manager::{Manager, ManagerConfig};
-use tiermgr_core::record::Records;
 use tiermgr_core::units::{Addr, EXTENT_BYTES, Geometry, ProcId, RequestId, Span};
 use tiermgr_sys::memory::read_memory;
 use tiermgr_sys::nowait;
@@ -174,7 +173,7 @@ impl Executor {
     ///
     /// # Errors
     /// [`EngineError`]; the folder stays as it is, and no userfaultfd is closed.
-    pub fn recover(config: ExecutorConfig) -> Result<Arc<Self>, EngineError> {
+    pub fn recover(mut config: ExecutorConfig) -> Result<Arc<Self>, EngineError> {
         let geometry = Geometry { page_bytes: page_size() };
         if !geometry.is_supported() {
             return Err(EngineError::PageSize { bytes: geometry.page_bytes });
@@ -183,9 +182,14 @@ impl Executor {
         for entry in found.procs.iter().filter(|entry| !entry.born) {
             state.forget_table_of(entry.proc);
         }
+        if found.family.has_move && !config.features.uffd_move {
+            return Err(EngineError::NeedsMove { path: config.state_dir });
+        }
+        // Records say where pages rest by how they left. A family that began without moves goes on so.
+        config.features.uffd_move = found.family.has_move;
         // What is in DRAM already, and a little to work with.
-        let held = found.regions.iter().map(|region| {
-            let residency = state.regions.residency(region, geometry.page_bytes);
+        let held = state.regions.all().into_iter().map(|region| {
+            let residency = state.regions.residency(&region, geometry.page_bytes);
             residency.resident_bytes + residency.unarmed_bytes
         });
         let wish = held.sum::<u64>().saturating_add(FIRST_WISH_BYTES);
@@ -525,19 +529,11 @@ struct Begin {
 impl Begin {
     fn driver(self) -> Result<Driver<LinuxHost, StateRecords>, EngineError> {
         nowait::prepare_thread().map_err(EngineError::kernel("making a timer for reads"))?;
-        let mut records = self.state.records();
+        let records = self.state.records();
         let Some(found) = self.found else {
             let host = LinuxHost::new(self.host_config, self.state)?;
             return Ok(Driver::new(host, Manager::new(self.manager_config, records)));
         };
-        // A kill may have cut the copying of a child's table short. The fork is told again, and the
-        // child gets its table from the beginning: what there is of the first one must not pass for it.
-        for entry in found.procs.iter().filter(|entry| !entry.born) {
-            for region in records.regions().into_iter().filter(|r| r.proc == entry.proc) {
-                records.clear(region.first, region.extents);
-                records.drop_region(region.proc, region.region);
-            }
-        }
         let segments = self.host_config.store.held_by(self.host_config.family);
         let host = LinuxHost::recover(self.host_config, self.state, &found)?;
         Ok(Driver::new(host, Manager::recover(self.manager_config, records, &segments)))

@@ -446,6 +446,21 @@ fn the_numbers_of_another_descriptor_table_are_not_believed() {
     world.finish(client);
 }
 
+#[test]
+fn a_family_whose_pages_were_moved_is_not_taken_up_without_moves() {
+    let Some(mut world) = World::new(32 * MIB) else { return };
+    let client = world.start("endure");
+    wait_until_parked(&world, MIB);
+    world.executor.stop(false).unwrap();
+    let features = KernelFeatures { uffd_move: false, ..world.features.clone() };
+    let config = config(&world.folders, &world.store, &world.room, &features, world.table);
+    let error = Executor::recover(config).unwrap_err();
+    assert!(matches!(error, EngineError::NeedsMove { .. }), "{error}");
+    world.restart();
+    fs::write(world.folders.state.join("go"), "").unwrap();
+    world.finish(client);
+}
+
 /// As if the helper had another ring in its place: nobody could tell what it is still to carry out.
 #[test]
 fn a_helper_without_its_ring_is_ended_at_a_restart() {

@@ -184,12 +184,12 @@ impl LinuxHost {
         self.procs.live().is_empty()
     }
 
-    /// Those who asked for counters since the last call.
     /// Whether somebody has waited too long and the log should say for what; asked once.
     pub(crate) fn take_explanation_wanted(&mut self) -> bool {
         std::mem::take(&mut self.explanation_wanted)
     }
 
+    /// Those who asked for counters since the last call.
     pub(crate) fn take_stats_wanted(&mut self) -> Vec<SyncSender<FamilyStats>> {
         std::mem::take(&mut self.stats_wanted)
     }

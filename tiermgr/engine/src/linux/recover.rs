@@ -320,9 +320,7 @@ fn fetch_ring(helper: &OwnedFd, id: FileId) -> io::Result<Option<RingOwner>> {
     if FileId::of(memfd.as_fd())? != id {
         return Ok(None);
     }
-    let mut ring = RingOwner::open(memfd, event)?;
-    ring.new_epoch();
-    Ok(Some(ring))
+    RingOwner::open(memfd, event).map(Some)
 }
 
 /// Takes up a userfaultfd that an earlier daemon left open.

@@ -555,16 +555,16 @@ fn a_message_stays_in_the_state_file_until_its_effects_have_begun() {
     let reader = thread::spawn(move || region.word(0).load(Ordering::Relaxed));
     world.wait(|event| matches!(event, Event::Faulted { .. }).then_some(()));
     let dir = world.host.state().dir().to_path_buf();
-    let (_state, found) = FamilyState::load(&dir).unwrap();
-    assert_eq!(found.messages.len(), 1);
+    let (state, found) = FamilyState::load(&dir).unwrap();
+    assert_eq!(state.messages.pending(proc).len(), 1);
     assert_eq!(found.procs.len(), 1);
     assert_eq!(found.procs[0].helper_pid, world.helper.pid());
     let op = world.op();
     let zero = Effect::Zero { op, proc, to: region.span(0, EXTENT_BYTES) };
     assert_eq!(world.copied(&zero), (EXTENT_BYTES, IoctlOutcome::Done));
     assert_eq!(reader.join().unwrap(), 0);
-    let (_state, found) = FamilyState::load(&dir).unwrap();
-    assert!(found.messages.is_empty());
+    let (state, _found) = FamilyState::load(&dir).unwrap();
+    assert!(state.messages.pending(proc).is_empty());
     world.end();
 }
 

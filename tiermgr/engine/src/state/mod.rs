@@ -28,10 +28,9 @@ use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use tiermgr_core::record::{Records, RegionRecord};
+use tiermgr_core::record::Records;
 use tiermgr_core::units::ProcId;
 use tiermgr_sys::shm::SharedFile;
-use tiermgr_sys::uffd::Msg;
 
 /// Version of all state files. A daemon loads only its own.
 pub const FORMAT: u64 = 1;
@@ -56,11 +55,6 @@ pub struct Recovered {
     pub family: FamilyInfo,
     /// Its processes, by ascending number.
     pub procs: Vec<ProcEntry>,
-    /// Its regions, by ascending process and number.
-    pub regions: Vec<RegionRecord>,
-    /// Messages that were read and whose effects are not known to have begun, in the order in which
-    /// they were read from each process.
-    pub messages: Vec<(ProcId, Msg)>,
 }
 
 impl FamilyState {
@@ -130,14 +124,7 @@ impl FamilyState {
             reason: "it names no family",
         })?;
         let procs = state.procs.all();
-        let regions = state.regions.all();
-        let messages = procs
-            .iter()
-            .flat_map(|entry| {
-                state.messages.pending(entry.proc).into_iter().map(|message| (entry.proc, message))
-            })
-            .collect();
-        Ok((state, Recovered { family, procs, regions, messages }))
+        Ok((state, Recovered { family, procs }))
     }
 
     fn over(
@@ -171,12 +158,13 @@ impl FamilyState {
         &self.dir
     }
 
-    /// Takes out what there is of a child's table: its copying may have been cut short.
+    /// Takes out what there is of a child's table: its copying may have been cut short. The fork is
+    /// told again, and what there is of the first table must not pass for the whole.
     pub fn forget_table_of(&self, proc: ProcId) {
         let mut records = self.records();
         for region in self.regions.all().iter().filter(|region| region.proc == proc) {
-            self.regions.drop_region(proc, region.region);
             records.clear(region.first, region.extents);
+            self.regions.drop_region(proc, region.region);
         }
     }
 
@@ -270,7 +258,7 @@ mod tests {
         assert!(FamilyState::was_begun(&dir).unwrap());
         let (_state, found) = FamilyState::load(&dir).unwrap();
         assert_eq!(found.family, info);
-        assert!(found.procs.is_empty() && found.regions.is_empty() && found.messages.is_empty());
+        assert!(found.procs.is_empty());
         assert!(FamilyState::create(&dir, &info).is_err());
         FamilyState::remove(&dir).unwrap();
         assert!(FamilyState::load(&dir).is_err());
