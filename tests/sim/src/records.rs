@@ -97,6 +97,10 @@ impl Records for SimRecords {
         kept.extents[index] = record;
     }
 
+    fn reserve(&mut self, _: RecordIndex, _: u32) -> bool {
+        true
+    }
+
     fn clear(&mut self, first: RecordIndex, count: u32) {
         self.before_store();
         let mut kept = self.kept.borrow_mut();

@@ -246,6 +246,9 @@ pub enum Refusal {
     /// The pin would leave no room for anything else.
     #[error("pinning this would exceed what may be pinned")]
     NoRoom,
+    /// No room for what is to be remembered of it.
+    #[error("the state directory has no room for the records of the region")]
+    NoStateRoom,
     /// The kernel could not register the range.
     #[error(
         "the kernel has no memory to register the range: a program with very many mappings is at its \

@@ -60,6 +60,9 @@ pub trait Records {
     fn get(&self, at: RecordIndex) -> ExtentRecord;
     /// Replaces the record at `at`, slot first where a state needs it, states last.
     fn set(&mut self, at: RecordIndex, record: ExtentRecord);
+    /// Makes sure that `count` records from `first`, and their region in the directory, can be stored
+    /// from now on. False, and nothing held, where there is no room for them.
+    fn reserve(&mut self, first: RecordIndex, count: u32) -> bool;
     /// Zeros `count` records from `first` and gives their memory back.
     fn clear(&mut self, first: RecordIndex, count: u32);
     /// Adds a region to the durable directory, or replaces the one with the same process and number.

@@ -430,9 +430,11 @@ const fn code_of(refusal: Refusal) -> ErrorCode {
     match refusal {
         Refusal::NotManaged => ErrorCode::NotManaged,
         Refusal::Misaligned | Refusal::Overlaps | Refusal::NoLease => ErrorCode::InvalidArgument,
-        Refusal::TooMany | Refusal::NoRoom | Refusal::NoMappings | Refusal::DoesNotFit => {
-            ErrorCode::NoRoom
-        }
+        Refusal::TooMany
+        | Refusal::NoRoom
+        | Refusal::NoMappings
+        | Refusal::NoStateRoom
+        | Refusal::DoesNotFit => ErrorCode::NoRoom,
         Refusal::NotAttached => ErrorCode::Protocol,
         Refusal::Lost | Refusal::StaysForLost => ErrorCode::DataLost,
     }

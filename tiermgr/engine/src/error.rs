@@ -90,10 +90,15 @@ pub enum EngineError {
         path: PathBuf,
     },
     /// The state directory's file system is full.
-    #[error("{path} has no room for the records of another region")]
+    #[error(
+        "the file system of {path} has no room for {needed_bytes} bytes: make it larger (a tmpfs with \
+         `mount -o remount,size=SIZE`), choose another state directory, or end programs"
+    )]
     StateFull {
-        /// The state directory.
+        /// The family's folder.
         path: PathBuf,
+        /// What is to fit.
+        needed_bytes: u64,
     },
 }
 

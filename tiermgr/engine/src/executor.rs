@@ -25,7 +25,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
-use tiermgr_core::effect::Reply;
+use tiermgr_core::effect::{Refusal, Reply};
 use tiermgr_core::event::Request;
 use tiermgr_core::manager::{Manager, ManagerConfig};
 use tiermgr_core::units::{Addr, EXTENT_BYTES, Geometry, ProcId, RequestId, Span};
@@ -55,6 +55,9 @@ const NOTE_STATS_EVERY: Duration = Duration::from_secs(1);
 /// How long a helper may take for one command on one page.
 const HELPER_TIMEOUT: Duration = Duration::from_secs(2);
 const POLL_PAUSE: Duration = Duration::from_micros(200);
+
+/// What is left free in the state directory, beside the records of a new region twice.
+const FORK_ROOM_BYTES: u64 = 16 << 20;
 
 /// After this the log says what a request waits for.
 const LONG_WAIT: Duration = Duration::from_secs(5);
@@ -179,14 +182,14 @@ impl Executor {
             return Err(EngineError::PageSize { bytes: geometry.page_bytes });
         }
         let (state, found) = FamilyState::load(&config.state_dir)?;
-        for entry in found.procs.iter().filter(|entry| !entry.born) {
-            state.forget_table_of(entry.proc);
-        }
         if found.family.has_move && !config.features.uffd_move {
             return Err(EngineError::NeedsMove { path: config.state_dir });
         }
         // Records say where pages rest by how they left. A family that began without moves goes on so.
         config.features.uffd_move = found.family.has_move;
+        for entry in found.procs.iter().filter(|entry| !entry.born) {
+            state.forget_table_of(entry.proc);
+        }
         // What is in DRAM already, and a little to work with.
         let held = state.regions.all().into_iter().map(|region| {
             let residency = state.regions.residency(&region, geometry.page_bytes);
@@ -344,11 +347,20 @@ impl Executor {
             self.mailbox.post(Mail::Explain);
             received = reply.recv_timeout(timeout.saturating_sub(LONG_WAIT));
         }
-        received.map_err(|error| match error {
-            RecvTimeoutError::Timeout => EngineError::TimedOut,
-            RecvTimeoutError::Disconnected if self.is_idle() => EngineError::Ended,
-            RecvTimeoutError::Disconnected => EngineError::NoProcess(proc),
-        })
+        match (received, what) {
+            (Ok(Reply::Refused(Refusal::NoStateRoom)), Request::AddRegion { span }) => {
+                Err(self.state_full(span.len))
+            }
+            (Ok(reply), _) => Ok(reply),
+            (Err(RecvTimeoutError::Timeout), _) => Err(EngineError::TimedOut),
+            (Err(RecvTimeoutError::Disconnected), _) if self.is_idle() => Err(EngineError::Ended),
+            (Err(RecvTimeoutError::Disconnected), _) => Err(EngineError::NoProcess(proc)),
+        }
+    }
+
+    fn state_full(&self, len: u64) -> EngineError {
+        let needed_bytes = len / EXTENT_BYTES * state::records::RECORD_BYTES;
+        EngineError::StateFull { path: self.state_dir.clone(), needed_bytes }
     }
 
     /// Puts a request to the manager. `None`: the executor has ended.
@@ -371,14 +383,14 @@ impl Executor {
         Ok(())
     }
 
-    /// A tmpfs without room kills whoever touches a new page of a file in it: there must be room for
-    /// the records before a region is made, and for those of a child that is forked later.
+    /// A region's own records are taken when it is made. What a child that is forked later needs is only
+    /// known then, and nobody can be refused any more: so much is left for it.
     fn check_state_room(&self, len: u64) -> Result<(), EngineError> {
-        let needed = 2 * (len / EXTENT_BYTES) * state::records::RECORD_BYTES + (16 << 20);
+        let needed = 2 * (len / EXTENT_BYTES) * state::records::RECORD_BYTES + FORK_ROOM_BYTES;
         let free = state::space::free_bytes(&self.state_dir)
             .map_err(EngineError::state("looking for room in", &self.state_dir))?;
         if free < needed {
-            return Err(EngineError::StateFull { path: self.state_dir.clone() });
+            return Err(self.state_full(len));
         }
         Ok(())
     }

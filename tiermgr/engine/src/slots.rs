@@ -58,6 +58,7 @@ impl Slots {
         if owners.len() < Self::file_bytes(segments) {
             return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "too few segments"));
         }
+        owners.allocate(0, Self::file_bytes(segments))?;
         let slots = Self { owners, segments, free: Mutex::new(Free::default()) };
         let count = (0..segments).filter(|&at| slots.owner(at) == 0).count();
         slots.lock().count = u32::try_from(count).unwrap_or(u32::MAX);
@@ -231,6 +232,15 @@ impl Sums {
             }
         }
         damaged
+    }
+
+    /// Takes memory for the checksums of `count` slots.
+    ///
+    /// # Errors
+    /// ENOSPC.
+    pub fn reserve(&self, first: SlotId, count: u32) -> io::Result<()> {
+        let offset = u64::from(first.0.saturating_sub(1)) * SLOT_SUM_BYTES;
+        self.file.allocate(offset, u64::from(count) * SLOT_SUM_BYTES)
     }
 
     /// Forgets the checksums of `count` slots: nothing that lies there verifies any more.

@@ -188,6 +188,14 @@ impl Store {
     /// Leases a segment: its first slot and its length. With none free, `wake` is used when one is.
     pub fn take(&self, family: FamilyId, wake: &Arc<Wake>) -> Option<(SlotId, u32)> {
         let first = self.slots.take(family, wake)?;
+        if let Err(error) = self.sums.reserve(first, SEGMENT_SLOTS) {
+            tracing::error!(
+                %error,
+                "the state directory has no room for the checksums of more slots: the store counts as full"
+            );
+            self.slots.give_back(family, first);
+            return None;
+        }
         self.sums.scrub(first, SEGMENT_SLOTS);
         Some((first, SEGMENT_SLOTS))
     }
@@ -314,7 +322,8 @@ fn identity_mark() -> u64 {
 /// the store that it was made for.
 fn has_leases(state: &Path) -> Result<bool, StoreError> {
     let path = state.join("segments");
-    let owners = SharedFile::open(&path).map_err(in_state("opening", path))?;
+    let owners = SharedFile::open(&path).map_err(in_state("opening", path.clone()))?;
+    owners.allocate(0, owners.len()).map_err(in_state("making room for", path))?;
     let words = usize::try_from(owners.len() / 8).unwrap_or(usize::MAX);
     let is_leased = |owner: &AtomicU64| owner.load(Ordering::Acquire) != 0;
     Ok(owners.words(0, words).is_none_or(|owners| owners.iter().any(is_leased)))
@@ -334,6 +343,9 @@ fn make_state(state: &Path, header: Header) -> Result<(SharedFile, SharedFile), 
     let owners = create("segments", Slots::file_bytes(header.segments))?;
     let sums = create("sums", Sums::file_bytes(header.segments.saturating_mul(SEGMENT_SLOTS)))?;
     let identity = create("identity.new", IDENTITY_BYTES)?;
+    identity
+        .allocate(0, IDENTITY_BYTES)
+        .map_err(in_state("making room for", state.join("identity.new")))?;
     let words = [identity_mark(), header.generation, u64::from(header.segments)];
     for (at, value) in (0..).step_by(8).zip(words) {
         if let Some(word) = identity.at_u64(at) {

@@ -193,6 +193,31 @@ impl SharedFile {
         Some(SharedSlice { map: &self.map, offset, len, of: PhantomData })
     }
 
+    /// Takes memory for a range now: without it a touch of a page that is not there yet ends the process
+    /// (SIGBUS) where the file system is full. What is there stays as it is.
+    ///
+    /// # Errors
+    /// Of fallocate: ENOSPC where there is no room, and nothing is taken then.
+    pub fn allocate(&self, offset: u64, len: u64) -> io::Result<()> {
+        let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        };
+        loop {
+            // SAFETY: fallocate on an open descriptor changes no byte that is there, and touches no memory
+            // of ours otherwise.
+            let rc = unsafe {
+                libc::fallocate(self.fd.as_raw_fd(), libc::FALLOC_FL_KEEP_SIZE, offset, len)
+            };
+            if rc == 0 {
+                return Ok(());
+            }
+            let error = io::Error::last_os_error();
+            if error.kind() != io::ErrorKind::Interrupted {
+                return Err(error);
+            }
+        }
+    }
+
     /// Gives the pages of a range back to the system; they read as zeros afterwards.
     ///
     /// # Errors

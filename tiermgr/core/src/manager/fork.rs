@@ -204,8 +204,8 @@ impl<R: Records> Manager<R> {
                 child.to_arm.retain(|unarmed| unarmed.start != span.start);
                 child.to_arm.push(span);
             }
-            let Some(first) = self.shared.take_records(source.extents) else {
-                // More address space than records: the child's touches of it will wait for ever,
+            let Ok(first) = self.shared.take_records(source.extents) else {
+                // More address space than records, or than room for them: the child's touches of it will wait for ever,
                 // which is the one thing that shows no wrong byte.
                 continue;
             };

@@ -134,13 +134,17 @@ impl<R: Records> Manager<R> {
             refuse(effects, request, Refusal::Overlaps);
             return;
         }
-        let extents = u32::try_from(span.len / EXTENT_BYTES).ok();
-        let first = extents
-            .filter(|_| space.regions.len() < REGIONS_MAX)
-            .and_then(|extents| shared.take_records(extents));
-        let (Some(first), Some(extents)) = (first, extents) else {
-            refuse(effects, request, Refusal::TooMany);
-            return;
+        let extents = u32::try_from(span.len / EXTENT_BYTES);
+        let extents = extents.ok().filter(|_| space.regions.len() < REGIONS_MAX);
+        let taken = extents
+            .ok_or(Refusal::TooMany)
+            .and_then(|extents| Ok((shared.take_records(extents)?, extents)));
+        let (first, extents) = match taken {
+            Ok(taken) => taken,
+            Err(why) => {
+                refuse(effects, request, why);
+                return;
+            }
         };
         let pages = u64::from(shared.extent_pages());
         let room =

@@ -6,7 +6,7 @@
 use super::ManagerConfig;
 use super::op::{Fill, Op, Ops, Piece, Rescue, RescueStep};
 use super::space::{Region, Space};
-use crate::effect::{BufRange, Buffer, Effect, Residency};
+use crate::effect::{BufRange, Buffer, Effect, Refusal, Residency};
 use crate::limits::{DEMAND_BUFFERS, RECORDS_MAX, STREAM_BUFFERS};
 use crate::page::{PageMask, PageState, PageStates};
 use crate::ranges::Ranges;
@@ -283,10 +283,13 @@ impl<R: Records> Shared<R> {
 
     /// Takes the first run of records that is long enough: what programs give back in one size serves
     /// any other, together with what lies beside it.
-    pub(crate) fn take_records(&mut self, count: u32) -> Option<RecordIndex> {
-        let first = self.free_records.first_run(count)?;
+    pub(crate) fn take_records(&mut self, count: u32) -> Result<RecordIndex, Refusal> {
+        let first = self.free_records.first_run(count).ok_or(Refusal::TooMany)?;
+        if !self.records.reserve(RecordIndex(first), count) {
+            return Err(Refusal::NoStateRoom);
+        }
         self.free_records.set(first..first + count, false);
-        Some(RecordIndex(first))
+        Ok(RecordIndex(first))
     }
 
     /// Keeps records that were there before us from being handed out again.

@@ -13,8 +13,10 @@ const PROC: ProcId = ProcId(1);
 const BASE: Addr = Addr(1 << 30);
 
 /// Records that outlive a manager.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 struct Kept {
+    /// Most records for which there is room.
+    room: u32,
     extents: Rc<RefCell<BTreeMap<u32, ExtentRecord>>>,
     regions: Rc<RefCell<BTreeMap<(ProcId, RegionId), RegionRecord>>>,
 }
@@ -26,6 +28,10 @@ impl Records for Kept {
 
     fn set(&mut self, at: RecordIndex, record: ExtentRecord) {
         self.extents.borrow_mut().insert(at.0, record);
+    }
+
+    fn reserve(&mut self, _: RecordIndex, count: u32) -> bool {
+        count <= self.room
     }
 
     fn clear(&mut self, first: RecordIndex, count: u32) {
@@ -71,7 +77,9 @@ impl Machine {
     }
 
     fn new() -> Self {
-        Self::over(Manager::new(Self::config(), Kept::default()))
+        let room = crate::limits::RECORDS_MAX;
+        let kept = Kept { room, extents: Rc::default(), regions: Rc::default() };
+        Self::over(Manager::new(Self::config(), kept))
     }
 
     /// Another daemon after this one's death.
@@ -150,8 +158,8 @@ fn records_serve_regions_of_ever_other_sizes() {
         shared.give_back_records(first, count);
         shared.give_back_records(beside, CHUNK_EXTENTS);
     }
-    assert!(shared.take_records(crate::limits::RECORDS_MAX).is_some());
-    assert_eq!(shared.take_records(1), None);
+    assert!(shared.take_records(crate::limits::RECORDS_MAX).is_ok());
+    assert_eq!(shared.take_records(1), Err(Refusal::TooMany));
 }
 
 #[test]
@@ -163,8 +171,8 @@ fn after_a_restart_all_records_are_free_that_no_region_has() {
     last.first = RecordIndex(crate::limits::RECORDS_MAX - CHUNK_EXTENTS);
     records.put_region(last);
     let mut shared = Manager::recover(Machine::config(), records, &[]).shared;
-    assert_eq!(shared.take_records(last.first.0), Some(RecordIndex(0)));
-    assert_eq!(shared.take_records(1), None);
+    assert_eq!(shared.take_records(last.first.0), Ok(RecordIndex(0)));
+    assert_eq!(shared.take_records(1), Err(Refusal::TooMany));
 }
 
 #[test]
@@ -246,4 +254,14 @@ fn a_region_that_cannot_be_armed_is_refused_and_forgotten() {
     // The same place can be asked for again.
     machine.arming = IoctlOutcome::Done;
     assert!(matches!(machine.add(2, BASE, 1), Some(Reply::Region(_))));
+}
+
+#[test]
+fn a_region_without_room_for_its_records_is_refused_and_takes_none() {
+    let mut machine = Machine::new();
+    machine.manager.shared.records.room = CHUNK_EXTENTS;
+    assert_eq!(machine.add(1, BASE, 2), Some(Reply::Refused(Refusal::NoStateRoom)));
+    assert!(matches!(machine.add(2, BASE, 1), Some(Reply::Region(_))));
+    let records = machine.manager.into_records();
+    assert_eq!(records.regions()[0].first, RecordIndex(0));
 }

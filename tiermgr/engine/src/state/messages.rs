@@ -49,6 +49,7 @@ impl Messages {
     /// # Errors
     /// [`EngineError::State`] where the memory cannot be had.
     pub fn prepare(&self, proc: ProcId) -> Result<(), EngineError> {
+        self.allocate(proc)?;
         self.retire(proc, MESSAGES_MAX);
         self.lock(proc)
     }
@@ -58,9 +59,20 @@ impl Messages {
     /// # Errors
     /// [`EngineError::State`] where the memory cannot be had.
     pub fn lock(&self, proc: ProcId) -> Result<(), EngineError> {
+        self.allocate(proc)?;
         self.file
             .lock(offset(proc), stride())
             .map_err(EngineError::state("locking the message buffers", &self.path))
+    }
+
+    /// Takes memory for the buffer of `proc`: to look at one that is not there takes it too.
+    ///
+    /// # Errors
+    /// [`EngineError::State`] where there is none.
+    pub(crate) fn allocate(&self, proc: ProcId) -> Result<(), EngineError> {
+        self.file
+            .allocate(offset(proc), stride())
+            .map_err(EngineError::state("making room for message buffers in", &self.path))
     }
 
     /// Reads what is queued on `uffd`, at most [`MESSAGES_MAX`] messages. All earlier ones must have

@@ -35,6 +35,9 @@ use tiermgr_sys::shm::SharedFile;
 /// Version of all state files. A daemon loads only its own.
 pub const FORMAT: u64 = 1;
 
+/// Bytes of the directory of regions that are there from the beginning.
+const ENTRIES_ALLOCATED: u64 = 4096;
+
 /// The state files of one family.
 #[derive(Debug)]
 pub struct FamilyState {
@@ -78,6 +81,8 @@ impl FamilyState {
         // The family's own entry is the last store: a folder without it is one whose making was cut
         // short, and nothing was ever kept in it.
         let procs = create("procs", procs::FILE_BYTES)?;
+        allocate(&regions, ENTRIES_ALLOCATED, dir)?;
+        allocate(&procs, procs::FILE_BYTES, dir)?;
         let state = Self::over(dir, records, regions, procs, messages)?;
         state.procs.put_family(family);
         Ok(state)
@@ -91,7 +96,11 @@ impl FamilyState {
         let path = dir.join("procs");
         match fs::metadata(&path) {
             Ok(found) if found.len() == 0 => Ok(false),
-            Ok(_) => Ok(ProcDirectory::new(SharedFile::open(&path)?).has_family_entry()),
+            Ok(_) => {
+                let file = SharedFile::open(&path)?;
+                file.allocate(0, procs::FILE_BYTES)?;
+                Ok(ProcDirectory::new(file).has_family_entry())
+            }
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
             Err(error) => Err(error),
         }
@@ -112,13 +121,30 @@ impl FamilyState {
                 Err(EngineError::Damaged { path, reason: "its length is not that of this version" })
             }
         };
+        let (regions, procs) =
+            (open("regions", regions::FILE_BYTES)?, open("procs", procs::FILE_BYTES)?);
+        // What an earlier daemon has taken is there; a hole is filled by the first look at it, and must
+        // not be what ends us.
+        allocate(&regions, ENTRIES_ALLOCATED, dir)?;
+        allocate(&procs, procs::FILE_BYTES, dir)?;
         let state = Self::over(
             dir,
             open("records", records::FILE_BYTES)?,
-            open("regions", regions::FILE_BYTES)?,
-            open("procs", procs::FILE_BYTES)?,
+            regions,
+            procs,
             open("messages", messages::file_bytes())?,
         )?;
+        let no_room = |needed_bytes| {
+            move |_full| EngineError::StateFull { path: dir.to_path_buf(), needed_bytes }
+        };
+        state.regions.reserve().map_err(no_room(ENTRIES_ALLOCATED))?;
+        for region in state.regions.all() {
+            records::allocate(&state.records, region.first, region.extents)
+                .map_err(no_room(records::bytes_of(region.extents)))?;
+        }
+        for entry in state.procs.all() {
+            state.messages.allocate(entry.proc)?;
+        }
         let family = state.procs.family().ok_or_else(|| EngineError::Damaged {
             path: dir.join("procs"),
             reason: "it names no family",
@@ -149,7 +175,7 @@ impl FamilyState {
     /// The records, for the manager.
     #[must_use]
     pub fn records(&self) -> StateRecords {
-        StateRecords::new(Arc::clone(&self.records), Arc::clone(&self.regions))
+        StateRecords::new(Arc::clone(&self.records), Arc::clone(&self.regions), self.dir.clone())
     }
 
     /// The folder.
@@ -175,6 +201,12 @@ impl FamilyState {
     pub fn remove(dir: &Path) -> Result<(), EngineError> {
         fs::remove_dir_all(dir).map_err(EngineError::state("removing the state folder", dir))
     }
+}
+
+/// Takes memory for the first `bytes` of a file of ours in `dir`.
+fn allocate(file: &SharedFile, bytes: u64, dir: &Path) -> Result<(), EngineError> {
+    file.allocate(0, bytes)
+        .map_err(|_full| EngineError::StateFull { path: dir.to_path_buf(), needed_bytes: bytes })
 }
 
 /// Writes an entry so that it counts only when it is whole: the first word, a checksum of the others,

@@ -6,6 +6,8 @@
 //! does not name any more.
 
 use crate::state::regions::RegionDirectory;
+use std::io;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tiermgr_core::limits::RECORDS_MAX;
@@ -24,12 +26,27 @@ pub const FILE_BYTES: u64 = RECORDS_MAX as u64 * RECORD_BYTES;
 pub struct StateRecords {
     file: Arc<SharedFile>,
     regions: Arc<RegionDirectory>,
+    dir: PathBuf,
 }
 
 impl StateRecords {
-    pub(crate) const fn new(file: Arc<SharedFile>, regions: Arc<RegionDirectory>) -> Self {
-        Self { file, regions }
+    pub(crate) const fn new(
+        file: Arc<SharedFile>,
+        regions: Arc<RegionDirectory>,
+        dir: PathBuf,
+    ) -> Self {
+        Self { file, regions, dir }
     }
+}
+
+/// Takes memory for the records of a region.
+pub(crate) fn allocate(file: &SharedFile, first: RecordIndex, count: u32) -> io::Result<()> {
+    file.allocate(u64::from(first.0) * RECORD_BYTES, bytes_of(count))
+}
+
+/// Bytes of `count` records.
+pub(crate) fn bytes_of(count: u32) -> u64 {
+    u64::from(count) * RECORD_BYTES
 }
 
 /// The two words of the record at `at`.
@@ -87,6 +104,20 @@ impl Records for StateRecords {
         }
     }
 
+    fn reserve(&mut self, first: RecordIndex, count: u32) -> bool {
+        let allocated = self.regions.reserve().and_then(|()| allocate(&self.file, first, count));
+        let Err(error) = allocated else { return true };
+        tracing::error!(
+            %error,
+            bytes = bytes_of(count),
+            path = %self.dir.display(),
+            "no room for the records of a region: make the file system of the state directory larger. \
+             A region is refused; where it is of a process that was forked just now, its threads wait \
+             where they touch what was not in memory"
+        );
+        false
+    }
+
     fn clear(&mut self, first: RecordIndex, count: u32) {
         let end = u64::from(first.0) + u64::from(count);
         let page = tiermgr_sys::process::page_size() / RECORD_BYTES;
@@ -132,12 +163,13 @@ mod tests {
     use crate::scratch::Scratch;
     use crate::state::regions;
     use std::collections::BTreeMap;
+    use std::os::unix::fs::MetadataExt;
 
     fn fresh(scratch: &Scratch) -> StateRecords {
         let file = Arc::new(SharedFile::create(&scratch.path("records"), FILE_BYTES).unwrap());
         let directory = SharedFile::create(&scratch.path("regions"), regions::FILE_BYTES).unwrap();
         let regions = Arc::new(RegionDirectory::new(directory, Arc::clone(&file)));
-        StateRecords::new(file, regions)
+        StateRecords::new(file, regions, scratch.path(""))
     }
 
     fn record(states: PageState, slot: u32, limbo_plus_one: u16) -> ExtentRecord {
@@ -172,6 +204,24 @@ mod tests {
             assert_eq!(records.get(RecordIndex(at)), wanted, "{at}");
         }
         assert_eq!(records.get(RecordIndex(RECORDS_MAX - 1)), ExtentRecord::default());
+    }
+
+    #[test]
+    fn records_are_taken_as_a_whole_and_given_back() {
+        let scratch = Scratch::new();
+        let mut records = fresh(&scratch);
+        let held = || std::fs::metadata(scratch.path("records")).unwrap().blocks() * 512;
+        let (first, count) = (RecordIndex(32), 100_000);
+        assert!(records.reserve(first, count));
+        assert!(held() >= bytes_of(count));
+        let wanted = record(PageState::Dirty, 0, 0);
+        records.set(RecordIndex(40), wanted);
+        assert!(records.reserve(first, count));
+        assert_eq!(records.get(RecordIndex(40)), wanted, "what is there stays");
+        records.clear(first, count);
+        // The first and the last page may have records of others.
+        assert!(held() <= 2 * tiermgr_sys::process::page_size(), "{}", held());
+        assert_eq!(records.get(RecordIndex(40)), ExtentRecord::default());
     }
 
     /// A reader beside the writer stands for the restart after a kill: whatever it sees between the

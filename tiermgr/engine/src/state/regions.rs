@@ -44,6 +44,8 @@ struct Index {
 
 impl RegionDirectory {
     /// The directory in `file`, with whatever is there already.
+    ///
+    /// Its first page must be there already.
     pub(crate) fn new(file: SharedFile, records: Arc<SharedFile>) -> Self {
         let directory = Self { file, records, index: Mutex::new(Index::default()) };
         directory.load();
@@ -73,6 +75,16 @@ impl RegionDirectory {
             }
             index.number = index.number.max(number);
         }
+    }
+
+    /// Makes sure that one more region can be put, and any of those that are there again.
+    ///
+    /// # Errors
+    /// ENOSPC.
+    pub fn reserve(&self) -> std::io::Result<()> {
+        // The one that is put again takes a second entry for a moment, which the next time is free.
+        self.file.allocate(0, ENTRY_BYTES)?;
+        self.file.allocate(self.lock().next * ENTRY_BYTES, 2 * ENTRY_BYTES)
     }
 
     /// Adds a region, or replaces the one with the same process and number.
