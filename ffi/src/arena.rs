@@ -14,7 +14,8 @@
 //!
 //! Invariants, checked by `Arena::check` in tests:
 //! - sum of the lengths of all blocks == `top`; a page is the first of a block exactly if its state is not `INSIDE`;
-//! - a free block is in exactly one bin, that of its kind and length; a dirty one also in the age list;
+//! - a free block is in exactly one bin, that of its kind and length; a dirty one that holds a whole piece
+//!   also in the age list;
 //! - a doubtful block is in the list of those, and in no bin; `held` counts the blocks in a caller's hands;
 //! - two neighbours are never both dirty or both clean, and no clean block ends at `top`.
 
@@ -106,6 +107,8 @@ pub struct Arena {
     page_bytes: usize,
     capacity: u32,
     top: u32,
+    /// Only whole pieces of so many pages, on a multiple of their length, are worth a discard.
+    piece: u32,
     tags: Table<Tag>,
     bins: Table<u32>,
     /// Which bins hold something.
@@ -137,11 +140,12 @@ fn bin_of(pages: u32) -> usize {
 }
 
 impl Arena {
-    /// An arena over `bytes` of fresh memory from `start`.
+    /// An arena over `bytes` of fresh memory from `start`, of which whole pieces of `piece` pages are
+    /// discarded.
     ///
     /// # Errors
     /// `ENOMEM` where there is no room for its tables, or where it has 2^32 pages or more.
-    pub fn new(start: usize, bytes: usize, page_bytes: usize) -> io::Result<Self> {
+    pub fn new(start: usize, bytes: usize, page_bytes: usize, piece: u32) -> io::Result<Self> {
         let capacity = u32::try_from(bytes / page_bytes)
             .ok()
             .filter(|&pages| pages < u32::MAX)
@@ -151,6 +155,7 @@ impl Arena {
             page_bytes,
             capacity,
             top: 0,
+            piece: piece.max(1),
             tags: Table::zeroed(capacity as usize)?,
             bins: Table::zeroed(2 * BINS)?,
             filled: [[0; 4]; 2],
@@ -181,6 +186,15 @@ impl Arena {
             && first < self.top
             && self.tag(first).state == USED;
         is_live.then(|| Block { first, pages: self.tag(first).pages })
+    }
+
+    /// Pages from `address` on, if all lie in this arena.
+    #[must_use]
+    pub fn range(&self, address: usize, pages: u32) -> Option<Block> {
+        let offset = address.checked_sub(self.start)?;
+        let first = u32::try_from(offset / self.page_bytes).ok()?;
+        let ends_inside = first.checked_add(pages).is_some_and(|end| end <= self.capacity);
+        (offset.is_multiple_of(self.page_bytes) && ends_inside).then_some(Block { first, pages })
     }
 
     /// Takes `pages` from the free blocks of a kind, the start a multiple of `align` pages.
@@ -227,12 +241,74 @@ impl Arena {
         }
     }
 
-    /// Takes the dirty block that was freed longest ago. It belongs to the caller until
-    /// [`Self::give_back`].
+    /// Frees pages of live blocks, whole ones and parts. False, and nothing is changed, where one of
+    /// them is not live.
+    pub fn release(&mut self, range: Block, fate: Fate) -> bool {
+        let Some(end) = range.first.checked_add(range.pages).filter(|&end| end <= self.top) else {
+            return false;
+        };
+        let mut first = range.first;
+        // The first page of all begins a block.
+        while self.tag(first).state == INSIDE {
+            first -= 1;
+        }
+        let mut last_end = first;
+        while last_end < end {
+            let Tag { pages, state, .. } = *self.tag(last_end);
+            if state != USED {
+                return false;
+            }
+            last_end += pages;
+        }
+        let mut page = first;
+        while page < end {
+            let pages = self.tag(page).pages;
+            self.tag_mut(page).state = INSIDE;
+            page += pages;
+        }
+        if first < range.first {
+            self.write(Block { first, pages: range.first - first }, USED);
+        }
+        if end < last_end {
+            self.write(Block { first: end, pages: last_end - end }, USED);
+        }
+        self.write(range, USED);
+        self.free(range, fate);
+        true
+    }
+
+    /// Whether [`Self::take_oldest_dirty`] has something to give.
+    #[must_use]
+    pub const fn has_whole_dirty(&self) -> bool {
+        self.ages[OF_DIRTY].oldest != 0
+    }
+
+    /// Takes the whole pieces of the dirty block that was freed longest ago. They belong to the caller
+    /// until [`Self::give_back`].
     pub fn take_oldest_dirty(&mut self) -> Option<Block> {
         let first = self.ages[OF_DIRTY].oldest.checked_sub(1)?;
+        let all = Block { first, pages: self.tag(first).pages };
+        let whole = self.whole(all)?;
         self.remove(first);
-        Some(self.hold(first))
+        let lead = whole.first - all.first;
+        if lead > 0 {
+            self.insert(Block { first, pages: lead }, Kind::Dirty);
+        }
+        let rest = all.pages - lead - whole.pages;
+        if rest > 0 {
+            let first = whole.first + whole.pages;
+            self.insert(Block { first, pages: rest }, Kind::Dirty);
+        }
+        self.write(whole, USED);
+        Some(self.hold(whole.first))
+    }
+
+    /// The whole pieces of a block.
+    fn whole(&self, block: Block) -> Option<Block> {
+        let first = self.aligned(block.first, self.piece)?;
+        let end = block.first + block.pages;
+        let pages = end.checked_sub(first)? / self.piece * self.piece;
+        (pages > 0).then_some(Block { first, pages })
     }
 
     /// Takes the block that has been doubtful longest. It belongs to the caller until
@@ -417,7 +493,9 @@ impl Arena {
             self.tag_mut(head).prev = link;
         }
         if kind == Kind::Dirty {
-            self.link(OF_DIRTY, block.first);
+            if self.whole(block).is_some() {
+                self.link(OF_DIRTY, block.first);
+            }
             self.dirty_pages += block.pages;
         }
     }
@@ -440,7 +518,9 @@ impl Arena {
             self.tag_mut(next).prev = tag.prev;
         }
         if kind == Kind::Dirty {
-            self.unlink(OF_DIRTY, first);
+            if self.whole(Block { first, pages: tag.pages }).is_some() {
+                self.unlink(OF_DIRTY, first);
+            }
             self.dirty_pages -= tag.pages;
         }
     }
@@ -480,197 +560,4 @@ impl Arena {
 }
 
 #[cfg(test)]
-impl Arena {
-    /// Panics where an invariant of the module does not hold.
-    pub(crate) fn check(&self) {
-        let (mut page, mut dirty, mut free_blocks) = (0, 0, 0);
-        let (mut held, mut doubtful) = (0, Vec::new());
-        let mut before = INSIDE;
-        while page < self.top {
-            let tag = *self.tag(page);
-            assert_ne!(tag.state, INSIDE, "page {page} begins a block");
-            assert!(tag.pages > 0 && page + tag.pages <= self.top);
-            assert_eq!(self.tag(page + tag.pages - 1).back, tag.pages);
-            for inside in page + 1..page + tag.pages {
-                assert_eq!(self.tag(inside).state, INSIDE, "page {inside} lies inside {page}");
-            }
-            assert!(
-                tag.state != before || (tag.state != DIRTY && tag.state != CLEAN),
-                "neighbours of one kind at {page}"
-            );
-            if tag.state == DIRTY {
-                dirty += tag.pages;
-            }
-            free_blocks += u32::from(tag.state == DIRTY || tag.state == CLEAN);
-            held += u32::from(tag.state == BUSY);
-            if tag.state == DOUBTFUL {
-                doubtful.push(page);
-            }
-            before = tag.state;
-            page += tag.pages;
-        }
-        assert_ne!(before, CLEAN, "a clean block ends at top");
-        assert_eq!(page, self.top);
-        assert_eq!(dirty, self.dirty_pages);
-        assert_eq!(held, self.held);
-        let mut link = self.ages[OF_DOUBTFUL].oldest;
-        let mut listed = Vec::new();
-        while let Some(first) = link.checked_sub(1) {
-            assert_eq!(self.tag(first).older.checked_sub(1), listed.last().copied());
-            listed.push(first);
-            link = self.tag(first).newer;
-        }
-        assert_eq!(self.ages[OF_DOUBTFUL].newest.checked_sub(1), listed.last().copied());
-        listed.sort_unstable();
-        assert_eq!(listed, doubtful, "each doubtful block is in their list");
-        for kind in [Kind::Dirty, Kind::Clean] {
-            for bin in 0..BINS {
-                let mut link = self.bins[kind.bin_base() + bin];
-                assert_eq!(link != 0, self.next_filled(kind, bin) == Some(bin));
-                let mut prev = 0;
-                while let Some(first) = link.checked_sub(1) {
-                    let tag = *self.tag(first);
-                    assert_eq!((tag.state, bin_of(tag.pages), tag.prev), (kind.state(), bin, prev));
-                    free_blocks -= 1;
-                    prev = link;
-                    link = tag.next;
-                }
-            }
-        }
-        assert_eq!(free_blocks, 0, "each free block is in one bin");
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const DIRTIED: Fate = Fate::Free(Kind::Dirty);
-
-    fn arena(pages: usize) -> Arena {
-        Arena::new(2 << 20, pages * 4096, 4096).expect("tables")
-    }
-
-    #[test]
-    fn bins_ascend_without_gaps() {
-        let mut last = 0;
-        for pages in 1..1 << 16 {
-            let bin = bin_of(pages);
-            assert!(bin == last || bin == last + 1, "{pages} pages");
-            last = bin;
-        }
-        assert!(bin_of(u32::MAX) < BINS);
-    }
-
-    #[test]
-    fn freed_neighbours_become_one_block_again() {
-        let mut arena = arena(100);
-        let blocks: Vec<_> = (0..3).map(|_| arena.take_fresh(10, 1).expect("room")).collect();
-        arena.free(blocks[0], DIRTIED);
-        arena.free(blocks[2], DIRTIED);
-        arena.check();
-        arena.free(blocks[1], DIRTIED);
-        arena.check();
-        assert_eq!(arena.take(Kind::Dirty, 30, 1), Some(Block { first: 0, pages: 30 }));
-        arena.check();
-    }
-
-    #[test]
-    fn a_clean_block_at_the_top_lowers_it() {
-        let mut arena = arena(100);
-        let block = arena.take_fresh(100, 1).expect("room");
-        assert_eq!(arena.take_fresh(1, 1), None);
-        arena.free(block, DIRTIED);
-        let dirty = arena.take_oldest_dirty().expect("dirty");
-        arena.check();
-        assert!(arena.give_back(dirty, Fate::Free(Kind::Clean)));
-        arena.check();
-        assert_eq!(arena.take_fresh(100, 1), Some(block));
-    }
-
-    #[test]
-    fn alignment_is_that_of_addresses() {
-        let mut arena = arena(3000);
-        arena.take_fresh(1, 1).expect("room");
-        let block = arena.take_fresh(600, 512).expect("room");
-        assert!(arena.address(block.first).is_multiple_of(2 << 20));
-        arena.check();
-        assert_eq!(arena.take(Kind::Clean, 511, 1), Some(Block { first: 1, pages: 511 }));
-        assert_eq!(arena.take(Kind::Clean, 1, 1), None);
-    }
-
-    #[test]
-    fn growth_takes_what_lies_behind_and_shrinking_gives_it_back() {
-        let mut arena = arena(100);
-        let first = arena.take_fresh(10, 1).expect("room");
-        let second = arena.take_fresh(10, 1).expect("room");
-        assert!(!arena.grow(first, 11));
-        arena.free(second, DIRTIED);
-        assert!(arena.grow(first, 15));
-        arena.check();
-        assert!(arena.grow(Block { first: 0, pages: 15 }, 100));
-        arena.check();
-        assert!(!arena.grow(Block { first: 0, pages: 100 }, 101));
-        arena.shrink(Block { first: 0, pages: 100 }, 40);
-        arena.check();
-        assert_eq!(arena.dirty_pages(), 60);
-    }
-
-    #[test]
-    fn only_the_first_page_of_a_live_block_is_its_address() {
-        let mut arena = arena(100);
-        let a = arena.take_fresh(10, 1).expect("room");
-        let b = arena.take_fresh(10, 1).expect("room");
-        let address = arena.address(b.first);
-        assert_eq!(arena.live_block(address), Some(b));
-        assert_eq!(arena.live_block(address + 4096), None);
-        assert_eq!(arena.live_block(address + 1), None);
-        arena.free(b, DIRTIED);
-        assert_eq!(arena.live_block(address), None);
-        arena.free(a, DIRTIED);
-        assert_eq!(arena.take(Kind::Dirty, 20, 1), Some(Block { first: 0, pages: 20 }));
-        assert_eq!(arena.live_block(address), None, "stale state inside a merged block");
-    }
-
-    #[test]
-    fn a_doubtful_block_is_nobodys_until_it_is_confirmed() {
-        let mut arena = arena(100);
-        let blocks: Vec<_> = (0..4).map(|_| arena.take_fresh(25, 1).expect("room")).collect();
-        arena.free(blocks[0], DIRTIED);
-        let taken = arena.take_oldest_dirty().expect("dirty");
-        assert!(arena.give_back(taken, Fate::Doubtful));
-        arena.free(blocks[1], Fate::Doubtful);
-        arena.check();
-        for kind in [Kind::Dirty, Kind::Clean] {
-            assert_eq!(arena.take(kind, 1, 1), None);
-        }
-        assert_eq!(arena.take_oldest_dirty(), None);
-        arena.free(blocks[2], DIRTIED);
-        arena.check();
-        assert_eq!(arena.take(Kind::Dirty, 26, 1), None, "merged with a doubtful neighbour");
-        assert_eq!(arena.live_block(arena.address(blocks[0].first)), None);
-
-        let first = arena.take_oldest_doubtful().expect("two of them");
-        assert_eq!(first, blocks[0], "the oldest first");
-        arena.check();
-        assert!(arena.give_back(first, Fate::Free(Kind::Clean)));
-        assert!(!arena.give_back(first, DIRTIED), "given back twice");
-        arena.check();
-        assert_eq!(arena.take(Kind::Clean, 25, 1), Some(first));
-    }
-
-    #[test]
-    fn a_forked_child_owes_no_discards() {
-        let mut arena = arena(100);
-        let blocks: Vec<_> = (0..4).map(|_| arena.take_fresh(20, 1).expect("room")).collect();
-        arena.free(blocks[0], DIRTIED);
-        arena.free(blocks[2], DIRTIED);
-        let held = arena.take_oldest_dirty().expect("dirty");
-        arena.free(blocks[1], Fate::Doubtful);
-        arena.forget_discards();
-        arena.check();
-        assert!(!arena.give_back(held, DIRTIED), "a thread that the child does not have");
-        assert_eq!(arena.take(Kind::Dirty, 60, 1), Some(Block { first: 0, pages: 60 }));
-        arena.check();
-    }
-}
+mod tests;

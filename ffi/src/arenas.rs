@@ -67,6 +67,8 @@ pub struct NotLive;
 #[derive(Debug)]
 pub struct Arenas {
     page_bytes: usize,
+    /// What is discarded in one, in pages: see [`Self::new`].
+    piece: u32,
     list: [Option<Arena>; ARENAS_MAX],
     count: usize,
     live_pages: usize,
@@ -76,11 +78,12 @@ pub struct Arenas {
 }
 
 impl Arenas {
-    /// None yet.
+    /// None yet. Freed memory is discarded in whole pieces of `piece` pages.
     #[must_use]
-    pub const fn new(page_bytes: usize) -> Self {
+    pub const fn new(page_bytes: usize, piece: u32) -> Self {
         Self {
             page_bytes,
+            piece,
             list: [const { None }; ARENAS_MAX],
             count: 0,
             live_pages: 0,
@@ -110,7 +113,7 @@ impl Arenas {
             .list
             .get_mut(self.count)
             .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
-        *slot = Some(Arena::new(start, bytes, self.page_bytes)?);
+        *slot = Some(Arena::new(start, bytes, self.page_bytes, self.piece)?);
         self.count += 1;
         Ok(())
     }
@@ -161,6 +164,23 @@ impl Arenas {
             arena.free(block, fate);
         }
         self.count_freed(block.pages, fate);
+        Ok(())
+    }
+
+    /// Frees pages of live blocks, whole ones and parts.
+    ///
+    /// # Errors
+    /// [`NotLive`], and nothing is changed.
+    pub fn release(&mut self, address: usize, bytes: usize) -> Result<(), NotLive> {
+        let pages = self.pages_of(bytes).ok_or(NotLive)?;
+        let fate = self.fate_of(address, pages);
+        let freed = self.list.iter_mut().flatten().any(|arena| {
+            arena.range(address, pages).is_some_and(|range| arena.release(range, fate))
+        });
+        if !freed {
+            return Err(NotLive);
+        }
+        self.count_freed(pages, fate);
         Ok(())
     }
 
@@ -256,12 +276,19 @@ impl Arenas {
     /// and gives it back.
     pub fn take_excess(&mut self) -> Option<Excess> {
         let kept = (self.live_bytes() / 4).clamp(DIRTY_BYTES_MIN, DIRTY_BYTES_MAX);
-        if self.dirty_pages * self.page_bytes <= kept {
-            return None;
-        }
-        let index = (0..self.count)
-            .max_by_key(|&index| self.list[index].as_ref().map_or(0, Arena::dirty_pages))?;
-        let block = self.list[index].as_mut()?.take_oldest_dirty()?;
+        if self.dirty_pages * self.page_bytes <= kept { None } else { self.take_dirty() }
+    }
+
+    /// Takes freed memory, as [`Self::take_excess`] does, but also what would be kept.
+    pub fn take_dirty(&mut self) -> Option<Excess> {
+        let (index, arena) = self
+            .list
+            .iter_mut()
+            .flatten()
+            .enumerate()
+            .filter(|(_, arena)| arena.has_whole_dirty())
+            .max_by_key(|(_, arena)| arena.dirty_pages())?;
+        let block = arena.take_oldest_dirty()?;
         self.dirty_pages -= block.pages as usize;
         self.excess(index, block, false)
     }
@@ -351,9 +378,9 @@ mod tests {
     }
 
     /// Allocations, frees, resizes and discards in any order against a map of what is live.
-    fn run(seed: u64) {
+    fn run(seed: u64, piece: u32) {
         let mut chance = Chance(seed | 1);
-        let mut arenas = Arenas::new(PAGE);
+        let mut arenas = Arenas::new(PAGE, piece);
         arenas.add(1 << 30, 64 << 20).expect("tables");
         arenas.add(3 << 30, 512 << 20).expect("tables");
         let mut model = BTreeMap::new();
@@ -376,7 +403,27 @@ mod tests {
                 }
                 4..7 => {
                     let any = model.keys().nth(chance.below(model.len().max(1))).copied();
-                    if let Some(address) = any {
+                    if let Some(address) = any
+                        && chance.below(2) == 0
+                    {
+                        // A part of it and, where that is live too, of what lies behind it.
+                        let bytes = model[&address];
+                        let behind = model.get(&(address + bytes)).copied().unwrap_or(0);
+                        let lead = chance.below(bytes / PAGE) * PAGE;
+                        let end = PAGE + chance.below((bytes + behind) / PAGE) * PAGE;
+                        if lead < end {
+                            arenas.release(address + lead, end - lead).expect("live");
+                            model.remove(&address);
+                            model.extend((lead > 0).then_some((address, lead)));
+                            if end > bytes {
+                                model.remove(&(address + bytes));
+                            }
+                            let whole = if end > bytes { bytes + behind } else { bytes };
+                            model.extend((end < whole).then_some((address + end, whole - end)));
+                            let again = arenas.release(address + lead, end - lead);
+                            assert_eq!(again, Err(NotLive), "freed twice");
+                        }
+                    } else if let Some(address) = any {
                         arenas.free(address).expect("live");
                         model.remove(&address);
                         assert_eq!(arenas.free(address), Err(NotLive), "freed twice");
@@ -417,6 +464,8 @@ mod tests {
                         held.extend(arenas.take_doubtful());
                     }
                     for excess in &held {
+                        assert!(excess.address.is_multiple_of(piece as usize * PAGE));
+                        assert!(excess.bytes.is_multiple_of(piece as usize * PAGE));
                         assert_free(&model, excess.address, excess.bytes);
                     }
                 }
@@ -436,15 +485,16 @@ mod tests {
 
     #[test]
     fn agrees_with_a_model() {
-        for seed in 1..=40 {
-            eprintln!("seed {seed}");
-            run(seed * 0x9e37_79b9);
+        for seed in 1..=60 {
+            let piece = if seed % 2 == 0 { 1 } else { 16 };
+            eprintln!("seed {seed}, pieces of {piece} pages");
+            run(seed * 0x9e37_79b9, piece);
         }
     }
 
     #[test]
     fn freed_memory_is_kept_up_to_a_limit() {
-        let mut arenas = Arenas::new(PAGE);
+        let mut arenas = Arenas::new(PAGE, 1);
         arenas.add(1 << 30, 1 << 30).expect("tables");
         let blocks: Vec<_> =
             (0..3).map(|_| arenas.allocate(40 << 20, PAGE).expect("room").address).collect();
@@ -464,7 +514,7 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_is_not_given() {
-        let mut arenas = Arenas::new(PAGE);
+        let mut arenas = Arenas::new(PAGE, 1);
         assert_eq!(arenas.allocate(1, PAGE), None);
         arenas.add(1 << 30, 2 << 20).expect("tables");
         assert_eq!(arenas.allocate((2 << 20) + 1, PAGE), None);
@@ -474,7 +524,7 @@ mod tests {
 
     #[test]
     fn what_a_discard_may_still_reach_is_not_given_out() {
-        let mut arenas = Arenas::new(PAGE);
+        let mut arenas = Arenas::new(PAGE, 1);
         arenas.add(1 << 30, 8 << 20).expect("tables");
         let block = arenas.allocate(4 << 20, PAGE).expect("room").address;
         let beside = arenas.allocate(4 << 20, PAGE).expect("room").address;
@@ -500,7 +550,7 @@ mod tests {
 
     #[test]
     fn a_child_starts_without_doubts() {
-        let mut arenas = Arenas::new(PAGE);
+        let mut arenas = Arenas::new(PAGE, 1);
         arenas.add(1 << 30, 128 << 20).expect("tables");
         let [first, second] =
             [80 << 20, 48 << 20].map(|bytes| arenas.allocate(bytes, PAGE).expect("room").address);
@@ -518,7 +568,7 @@ mod tests {
 
     #[test]
     fn doubts_are_few_and_none_is_forgotten() {
-        let mut arenas = Arenas::new(PAGE);
+        let mut arenas = Arenas::new(PAGE, 1);
         arenas.add(1 << 30, 1 << 30).expect("tables");
         let blocks: Vec<_> = (0..3 * DOUBTS_MAX)
             .map(|_| arenas.allocate(1 << 20, PAGE).expect("room").address)

@@ -5,10 +5,11 @@
 
 pub use crate::arenas::Discarded;
 use crate::arenas::{ARENAS_MAX, Allocated, Arenas, NotLive};
-use crate::lock::Guarded;
+use crate::lock::{Entered, Guarded};
 use crate::space::{CHUNK, page_bytes};
 use crate::status::{Error, Result, Status};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use tiermgr_core::units::low_u32;
 
 /// First arena. Address space costs nothing, and fewer arenas mean fewer messages.
 const ARENA_BYTES_FIRST: usize = 4 << 30;
@@ -49,18 +50,13 @@ pub struct Heap {
     bounds_len: AtomicUsize,
 }
 
-impl Default for Heap {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 impl Heap {
-    /// A heap without arenas.
+    /// A heap without arenas, which has freed memory forgotten in whole pieces of `piece_bytes`.
     #[must_use]
-    pub fn new() -> Self {
+    pub fn new(piece_bytes: usize) -> Self {
+        let piece = low_u32((piece_bytes / page_bytes()) as u64);
         Self {
-            arenas: Guarded::new(Arenas::new(page_bytes())),
+            arenas: Guarded::new(Arenas::new(page_bytes(), piece)),
             growth: Guarded::new(ARENA_BYTES_FIRST),
             bounds: [const { Bounds { start: AtomicUsize::new(0), end: AtomicUsize::new(0) } };
                 ARENAS_MAX],
@@ -71,8 +67,12 @@ impl Heap {
     /// Whether an address lies in an arena. Lock-free.
     #[must_use]
     pub fn owns(&self, address: usize) -> bool {
+        self.arena_of(address).is_some()
+    }
+
+    fn arena_of(&self, address: usize) -> Option<usize> {
         let known = self.bounds_len.load(Ordering::Acquire);
-        self.bounds.iter().take(known).any(|bounds| {
+        self.bounds.iter().take(known).position(|bounds| {
             address >= bounds.start.load(Ordering::Relaxed)
                 && address < bounds.end.load(Ordering::Relaxed)
         })
@@ -115,21 +115,74 @@ impl Heap {
         // A thread that is inside already came here from a signal handler; its block is lost.
         let Some(mut arenas) = self.arenas.enter() else { return Ok(()) };
         arenas.free(address)?;
+        self.discard_excess(source, arenas);
+        Ok(())
+    }
+
+    /// Frees pages of live blocks, whole ones and parts. False: this thread is inside the heap already,
+    /// and the pages are as they were.
+    ///
+    /// # Errors
+    /// [`NotLive`], and nothing is changed.
+    pub fn release(
+        &self,
+        source: &impl Source,
+        address: usize,
+        bytes: usize,
+    ) -> std::result::Result<bool, NotLive> {
+        let Some(mut arenas) = self.arenas.enter() else { return Ok(false) };
+        arenas.release(address, bytes)?;
+        self.discard_excess(source, arenas);
+        Ok(true)
+    }
+
+    fn discard_excess(&self, source: &impl Source, mut arenas: Entered<'_, Arenas>) {
         let mut next = arenas.take_doubtful().or_else(|| arenas.take_excess());
         drop(arenas);
-        for _ in 0..DISCARDS_MAX {
-            let Some(piece) = next else { break };
+        let mut discards = 0;
+        while let Some(piece) = next {
             let outcome = source.discard(piece.address, piece.bytes);
+            discards += 1;
             let Some(mut arenas) = self.arenas.enter() else { break };
             arenas.give_back(&piece, outcome);
             // Where the daemon is away or busy the next free tries again.
             next = match outcome {
+                _ if discards == DISCARDS_MAX => None,
                 Discarded::Done => arenas.take_doubtful().or_else(|| arenas.take_excess()),
                 Discarded::Refused if piece.is_doubtful() => arenas.take_excess(),
                 Discarded::Refused | Discarded::Unknown => None,
             };
         }
-        Ok(())
+    }
+
+    /// Has all freed memory forgotten, also what is kept otherwise, and gives the number of its bytes.
+    /// Ends where the daemon is away or busy.
+    pub fn trim(&self, source: &impl Source) -> usize {
+        let mut forgotten = 0;
+        loop {
+            let taken = self.arenas.enter().and_then(|mut arenas| arenas.take_dirty());
+            let Some(piece) = taken else { return forgotten };
+            let outcome = source.discard(piece.address, piece.bytes);
+            if let Some(mut arenas) = self.arenas.enter() {
+                arenas.give_back(&piece, outcome);
+            }
+            if outcome != Discarded::Done {
+                return forgotten;
+            }
+            forgotten += piece.bytes;
+        }
+    }
+
+    /// Whether both addresses lie in one arena. Lock-free.
+    #[must_use]
+    pub fn is_one_arena(&self, a: usize, b: usize) -> bool {
+        self.arena_of(a).is_some_and(|arena| self.arena_of(b) == Some(arena))
+    }
+
+    /// Bytes of live blocks.
+    #[must_use]
+    pub fn live_bytes(&self) -> usize {
+        self.arenas.enter().map_or(0, |arenas| arenas.live_bytes())
     }
 
     /// What may be used of the block at `address`.
@@ -241,6 +294,8 @@ mod tests {
     use super::*;
     use std::cell::Cell;
 
+    const PIECE: usize = 4096;
+
     /// Gives ranges that nobody touches, as far as its limit goes.
     struct Pretended {
         next: Cell<usize>,
@@ -281,7 +336,7 @@ mod tests {
 
     #[test]
     fn arenas_come_when_needed_and_addresses_are_known() {
-        let (heap, source) = (Heap::new(), Pretended::new(usize::MAX));
+        let (heap, source) = (Heap::new(PIECE), Pretended::new(usize::MAX));
         assert!(!heap.owns(1 << 40));
         let block = heap.allocate(&source, 1 << 20, 1).expect("room");
         assert!(block.is_zero && heap.owns(block.address) && !heap.owns(1 << 39));
@@ -293,8 +348,44 @@ mod tests {
     }
 
     #[test]
+    fn what_one_free_does_not_discard_is_left_to_the_next() {
+        let (heap, source) = (Heap::new(PIECE), Pretended::new(usize::MAX));
+        let blocks = 3 * DISCARDS_MAX;
+        source.outcome.set(Discarded::Refused);
+        let addresses: Vec<_> = (0..2 * blocks)
+            .map(|_| heap.allocate(&source, 10 << 20, 1).expect("room").address)
+            .collect();
+        // Every second one, so that they stay apart.
+        for address in addresses.iter().step_by(2) {
+            heap.free(&source, *address).expect("live");
+        }
+        source.outcome.set(Discarded::Done);
+        for address in addresses.iter().skip(1).step_by(2) {
+            heap.free(&source, *address).expect("live");
+        }
+        heap.trim(&source);
+        assert_eq!(source.forgotten.get(), 2 * blocks * (10 << 20), "each of them, and once");
+    }
+
+    #[test]
+    fn parts_of_blocks_are_given_back_and_discarded_in_whole_pieces() {
+        let (heap, source) = (Heap::new(2 << 20), Pretended::new(usize::MAX));
+        let addresses: Vec<_> = (0..4096)
+            .map(|_| heap.allocate(&source, 16 << 10, 4096).expect("room").address)
+            .collect();
+        let (first, last) = (addresses[0], addresses[4095]);
+        assert!(heap.is_one_arena(first, last) && !heap.is_one_arena(first, 0));
+        assert_eq!(heap.release(&source, first + 4096, 4 << 20), Ok(true), "of many blocks");
+        assert_eq!(heap.release(&source, first + 4096, 4096), Err(NotLive), "freed twice");
+        assert_eq!(heap.live_bytes(), (64 << 20) - (4 << 20));
+        assert_eq!(heap.trim(&source), 2 << 20, "the one huge page that is whole");
+        let again = heap.allocate(&source, 2 << 20, 4096).expect("room");
+        assert_eq!(again, Allocated { address: first + (2 << 20), is_zero: true });
+    }
+
+    #[test]
     fn little_address_space_makes_smaller_arenas() {
-        let (heap, source) = (Heap::new(), Pretended::new(256 << 20));
+        let (heap, source) = (Heap::new(PIECE), Pretended::new(256 << 20));
         heap.allocate(&source, 100 << 20, 1).expect("half, and half again, until it fits");
         let error = heap.allocate(&source, 300 << 20, 1).expect_err("more than there is");
         assert_eq!(error.status, Status::NoMemory);
@@ -302,7 +393,7 @@ mod tests {
 
     #[test]
     fn absurd_sizes_and_alignments_are_refused() {
-        let (heap, source) = (Heap::new(), Pretended::new(1 << 40));
+        let (heap, source) = (Heap::new(PIECE), Pretended::new(1 << 40));
         for bytes in [usize::MAX, usize::MAX / 2, 1 << 62] {
             let error = heap.allocate(&source, bytes, 1).expect_err("absurd");
             assert_eq!(error.status, Status::NoMemory);
@@ -317,7 +408,7 @@ mod tests {
 
     #[test]
     fn what_the_daemon_did_not_forget_is_not_called_zero() {
-        let (heap, source) = (Heap::new(), Pretended::new(usize::MAX));
+        let (heap, source) = (Heap::new(PIECE), Pretended::new(usize::MAX));
         source.outcome.set(Discarded::Refused);
         let a = heap.allocate(&source, 100 << 20, 1).expect("room");
         heap.free(&source, a.address).expect("live");
@@ -332,7 +423,7 @@ mod tests {
 
     #[test]
     fn what_may_still_be_discarded_is_not_given_out() {
-        let (heap, source) = (Heap::new(), Pretended::new(usize::MAX));
+        let (heap, source) = (Heap::new(PIECE), Pretended::new(usize::MAX));
         let a = heap.allocate(&source, 100 << 20, 1).expect("room");
         source.outcome.set(Discarded::Unknown);
         heap.free(&source, a.address).expect("live");
@@ -370,7 +461,7 @@ mod tests {
     #[test]
     fn a_block_is_known_to_be_ours_as_soon_as_it_can_be_had() {
         for _ in 0..3000 {
-            let (heap, source) = (Heap::new(), Shared(std::sync::Mutex::new(1 << 40)));
+            let (heap, source) = (Heap::new(PIECE), Shared(std::sync::Mutex::new(1 << 40)));
             std::thread::scope(|scope| {
                 for _ in 0..3 {
                     scope.spawn(|| {
@@ -390,7 +481,7 @@ mod tests {
 
     #[test]
     fn many_threads_share_one_heap() {
-        let (heap, source) = (Heap::new(), Shared(std::sync::Mutex::new(1 << 40)));
+        let (heap, source) = (Heap::new(PIECE), Shared(std::sync::Mutex::new(1 << 40)));
         std::thread::scope(|scope| {
             for thread in 0..4_usize {
                 let (heap, source) = (&heap, &source);
