@@ -377,6 +377,31 @@ mod tests {
         }
     }
 
+    /// Gives back a part of the block and, where that is live too, of what lies behind it.
+    fn release_some(
+        arenas: &mut Arenas,
+        model: &mut BTreeMap<usize, usize>,
+        chance: &mut Chance,
+        address: usize,
+    ) {
+        let bytes = model[&address];
+        let behind = model.get(&(address + bytes)).copied().unwrap_or(0);
+        let lead = chance.below(bytes / PAGE) * PAGE;
+        let end = PAGE + chance.below((bytes + behind) / PAGE) * PAGE;
+        if lead >= end {
+            return;
+        }
+        arenas.release(address + lead, end - lead).expect("live");
+        model.remove(&address);
+        model.extend((lead > 0).then_some((address, lead)));
+        if end > bytes {
+            model.remove(&(address + bytes));
+        }
+        let whole = if end > bytes { bytes + behind } else { bytes };
+        model.extend((end < whole).then_some((address + end, whole - end)));
+        assert_eq!(arenas.release(address + lead, end - lead), Err(NotLive), "freed twice");
+    }
+
     /// Allocations, frees, resizes and discards in any order against a map of what is live.
     fn run(seed: u64, piece: u32) {
         let mut chance = Chance(seed | 1);
@@ -406,23 +431,7 @@ mod tests {
                     if let Some(address) = any
                         && chance.below(2) == 0
                     {
-                        // A part of it and, where that is live too, of what lies behind it.
-                        let bytes = model[&address];
-                        let behind = model.get(&(address + bytes)).copied().unwrap_or(0);
-                        let lead = chance.below(bytes / PAGE) * PAGE;
-                        let end = PAGE + chance.below((bytes + behind) / PAGE) * PAGE;
-                        if lead < end {
-                            arenas.release(address + lead, end - lead).expect("live");
-                            model.remove(&address);
-                            model.extend((lead > 0).then_some((address, lead)));
-                            if end > bytes {
-                                model.remove(&(address + bytes));
-                            }
-                            let whole = if end > bytes { bytes + behind } else { bytes };
-                            model.extend((end < whole).then_some((address + end, whole - end)));
-                            let again = arenas.release(address + lead, end - lead);
-                            assert_eq!(again, Err(NotLive), "freed twice");
-                        }
+                        release_some(&mut arenas, &mut model, &mut chance, address);
                     } else if let Some(address) = any {
                         arenas.free(address).expect("live");
                         model.remove(&address);

@@ -261,6 +261,7 @@ pub unsafe extern "C" fn tiermgr_connect(
             socket: socket.unwrap_or_else(link::usual_socket),
             name: shortened(name.unwrap_or_else(link::program_name)),
             class: class_of(options.class)?.unwrap_or_default(),
+            extents: false,
         };
         let client = Client::connect(config)?;
         // SAFETY: not null, and writable by contract.

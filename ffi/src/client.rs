@@ -77,12 +77,9 @@ struct Connected {
 /// More than these stay reserved for good. They are address space only.
 const UNANSWERED_MAX: usize = 16;
 
-/// The connection among the locks that a thread which forks may hold: the growth of both heaps, the
-/// connection, the arenas of both.
-const HELD_CONNECTED: u8 = 1 << 2;
-
-/// Extents are given back to the kernel in huge pages only. Small blocks die one by one and leave holes:
-/// the kernel would split a huge page for each of them, and keep all of it until it is short of memory.
+/// Where small blocks are managed too, memory is given back in huge pages only. Small blocks die one by one
+/// and leave holes: the kernel would split a huge page for each of them, and keep all of it until it is
+/// short of memory.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// One connection with all that hangs on it.
@@ -90,8 +87,6 @@ const HUGE_PAGE_BYTES: usize = 2 << 20;
 pub struct Client {
     connected: Guarded<Connected>,
     heap: Heap,
-    /// Memory that another allocator cuts into small blocks.
-    extents: Heap,
     class: Class,
     /// Which locks the thread that forks holds; written by it alone.
     held: AtomicU8,
@@ -104,6 +99,11 @@ impl Client {
     /// As [`Link::connect`], and `TooManyClients`.
     pub fn connect(config: Config) -> Result<Box<Self>> {
         fork::install()?;
+        let heap = if config.extents {
+            Heap::with_extents(HUGE_PAGE_BYTES)
+        } else {
+            Heap::new(page_bytes())
+        };
         let link = Link::connect(config)?;
         let class = link.class();
         let client = Box::new(Self {
@@ -112,8 +112,7 @@ impl Client {
                 regions: Vec::new(),
                 unanswered: Vec::new(),
             }),
-            heap: Heap::new(page_bytes()),
-            extents: Heap::new(HUGE_PAGE_BYTES),
+            heap,
             class,
             held: AtomicU8::new(0),
         });
@@ -224,6 +223,31 @@ impl Client {
         self.heap.allocate(self, bytes, align)
     }
 
+    /// An extent for an allocator of small blocks, given back by [`Self::release_extent`].
+    ///
+    /// # Errors
+    /// As [`Heap::allocate`].
+    pub fn allocate_extent(&self, bytes: usize, align: usize) -> Result<Allocated> {
+        self.heap.allocate_extent(self, bytes, align)
+    }
+
+    /// Takes back pages of extents: parts and neighbours as well as whole ones.
+    ///
+    /// # Errors
+    /// As [`Heap::release_extent`].
+    pub fn release_extent(
+        &self,
+        address: usize,
+        bytes: usize,
+    ) -> std::result::Result<bool, NotLive> {
+        self.heap.release_extent(self, address, bytes)
+    }
+
+    /// Has all freed memory forgotten that the daemon can forget now, and gives its bytes.
+    pub fn trim(&self) -> usize {
+        self.heap.trim(self)
+    }
+
     /// Frees a block.
     ///
     /// # Errors
@@ -236,38 +260,6 @@ impl Client {
     #[must_use]
     pub const fn heap(&self) -> &Heap {
         &self.heap
-    }
-
-    /// Extents for an allocator of small blocks, in arenas apart from those of [`Self::allocate`], so
-    /// that an address alone tells whose block it is. They are given back by [`Self::release_extent`].
-    ///
-    /// # Errors
-    /// As [`Heap::allocate`].
-    pub fn allocate_extent(&self, bytes: usize, align: usize) -> Result<Allocated> {
-        self.extents.allocate(self, bytes, align)
-    }
-
-    /// Takes back pages of extents: parts and neighbours as well as whole ones.
-    ///
-    /// # Errors
-    /// As [`Heap::release`].
-    pub fn release_extent(
-        &self,
-        address: usize,
-        bytes: usize,
-    ) -> std::result::Result<bool, NotLive> {
-        self.extents.release(self, address, bytes)
-    }
-
-    /// The heap of extents.
-    #[must_use]
-    pub const fn extents(&self) -> &Heap {
-        &self.extents
-    }
-
-    /// Has all freed memory forgotten that the daemon can forget now, and gives its bytes.
-    pub fn trim(&self) -> usize {
-        self.heap.trim(self) + self.extents.trim(self)
     }
 
     /// Tells how a range will be used. `advice` is a `tiermgr_advice` of the C header.
@@ -301,12 +293,10 @@ impl Client {
         match done(answer) {
             Ok(()) => {
                 self.heap.settle(start, len);
-                self.extents.settle(start, len);
                 Ok(())
             }
             Err(Failed { may_happen: true, error }) => {
                 self.heap.doubt(start, len);
-                self.extents.doubt(start, len);
                 Err(error)
             }
             Err(Failed { error, .. }) if error.status == Status::Protocol => Err(Error::new(
@@ -396,15 +386,13 @@ impl Client {
     /// First half of a fork: nobody is inside, so that the child's copy is whole. The order is that
     /// in which the locks nest.
     pub(crate) fn hold_for_fork(&self) {
-        let growth = [&self.heap, &self.extents].map(Heap::hold_growth_for_fork);
+        let growth = self.heap.hold_growth_for_fork();
         let connected = self.connected.hold_for_fork();
         if connected && let Some(mut connected) = self.connected.enter() {
             connected.link.note_armed();
         }
-        let arenas = [&self.heap, &self.extents].map(Heap::hold_arenas_for_fork);
-        let held = [growth[0], growth[1], connected, arenas[0], arenas[1]]
-            .iter()
-            .fold(0, |held, &is_held| held << 1 | u8::from(is_held));
+        let arenas = self.heap.hold_arenas_for_fork();
+        let held = u8::from(growth) | u8::from(arenas) << 1 | u8::from(connected) << 2;
         if held != 0 {
             self.held.store(held, Ordering::Relaxed);
         }
@@ -413,24 +401,22 @@ impl Client {
     /// Second half of a fork, in the parent and, after [`Self::join_family_after_fork`], in the child.
     pub(crate) fn release_after_fork(&self) {
         let held = self.held.swap(0, Ordering::Relaxed);
-        if held & HELD_CONNECTED != 0 {
+        if held & 4 != 0 {
             self.connected.release_after_fork();
         }
-        self.heap.release_after_fork(held & 16 != 0, held & 2 != 0);
-        self.extents.release_after_fork(held & 8 != 0, held & 1 != 0);
+        self.heap.release_after_fork(held & 1 != 0, held & 2 != 0);
     }
 
     /// In a forked child.
     pub(crate) fn join_family_after_fork(&self) {
         // A fork from within a call (in a signal handler) leaves nothing that the child could use.
-        if self.held.load(Ordering::Relaxed) & HELD_CONNECTED != 0
+        if self.held.load(Ordering::Relaxed) & 4 != 0
             && let Some(mut connected) = self.connected.enter()
         {
             let Connected { link, regions, .. } = &mut *connected;
             link.join_family_after_fork(regions.iter().map(|r| (r.start(), r.bytes())));
         }
         self.heap.forget_discards();
-        self.extents.forget_discards();
     }
 }
 

@@ -6,9 +6,10 @@
 pub use crate::arenas::Discarded;
 use crate::arenas::{ARENAS_MAX, Allocated, Arenas, NotLive};
 use crate::lock::{Entered, Guarded};
-use crate::space::{CHUNK, page_bytes};
+use crate::space::{CHUNK, Table, ZeroIsValid, page_bytes};
 use crate::status::{Error, Result, Status};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use tiermgr_core::units::low_u32;
 
 /// First arena. Address space costs nothing, and fewer arenas mean fewer messages.
@@ -37,6 +38,19 @@ pub trait Source {
 struct Bounds {
     start: AtomicUsize,
     end: AtomicUsize,
+    /// One bit for each page, in a heap with extents: a block of [`Heap::allocate`] begins there.
+    first_pages: OnceLock<&'static [AtomicU64]>,
+}
+
+/// Whose an address is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Owner {
+    /// It lies in no arena.
+    Nobody,
+    /// It is the first byte of a block of [`Heap::allocate`], or lies in one of a heap without extents.
+    Block,
+    /// It lies in an extent.
+    Extent,
 }
 
 /// A heap.
@@ -48,7 +62,11 @@ pub struct Heap {
     growth: Guarded<usize>,
     bounds: [Bounds; ARENAS_MAX],
     bounds_len: AtomicUsize,
+    has_extents: bool,
 }
+
+// SAFETY: the bits of an integer.
+unsafe impl ZeroIsValid for AtomicU64 {}
 
 impl Heap {
     /// A heap without arenas, which has freed memory forgotten in whole pieces of `piece_bytes`.
@@ -58,10 +76,24 @@ impl Heap {
         Self {
             arenas: Guarded::new(Arenas::new(page_bytes(), piece)),
             growth: Guarded::new(ARENA_BYTES_FIRST),
-            bounds: [const { Bounds { start: AtomicUsize::new(0), end: AtomicUsize::new(0) } };
-                ARENAS_MAX],
+            bounds: [const {
+                Bounds {
+                    start: AtomicUsize::new(0),
+                    end: AtomicUsize::new(0),
+                    first_pages: OnceLock::new(),
+                }
+            }; ARENAS_MAX],
             bounds_len: AtomicUsize::new(0),
+            has_extents: false,
         }
+    }
+
+    /// As [`Self::new`], for a heap from which another allocator takes extents. Blocks and extents lie
+    /// among each other, since the daemon promises room for whole arenas: two kinds of them would each
+    /// keep room from the other.
+    #[must_use]
+    pub fn with_extents(piece_bytes: usize) -> Self {
+        Self { has_extents: true, ..Self::new(piece_bytes) }
     }
 
     /// Whether an address lies in an arena. Lock-free.
@@ -78,6 +110,43 @@ impl Heap {
         })
     }
 
+    /// Whose an address is that was given out and not given back. Lock-free.
+    #[must_use]
+    pub fn owner_of(&self, address: usize) -> Owner {
+        let Some(arena) = self.arena_of(address) else { return Owner::Nobody };
+        if !self.has_extents {
+            return Owner::Block;
+        }
+        match self.first_page(arena, address) {
+            // Whoever has this address got it after the bit was changed for it, and nobody changes that
+            // bit again before it is given back.
+            Some((bits, mask)) if bits.load(Ordering::Relaxed) & mask != 0 => Owner::Block,
+            _ => Owner::Extent,
+        }
+    }
+
+    /// The word and the bit of the page that begins at `address`.
+    fn first_page(&self, arena: usize, address: usize) -> Option<(&'static AtomicU64, u64)> {
+        let bounds = &self.bounds[arena];
+        let offset = address - bounds.start.load(Ordering::Relaxed);
+        let page = offset / page_bytes();
+        let word = bounds.first_pages.get()?.get(page / 64)?;
+        offset.is_multiple_of(page_bytes()).then_some((word, 1 << (page % 64)))
+    }
+
+    fn set_owner(&self, address: usize, is_block: bool) {
+        if self.has_extents
+            && let Some((bits, mask)) =
+                self.arena_of(address).and_then(|arena| self.first_page(arena, address))
+        {
+            if is_block {
+                bits.fetch_or(mask, Ordering::Relaxed);
+            } else {
+                bits.fetch_and(!mask, Ordering::Relaxed);
+            }
+        }
+    }
+
     /// A block of at least `bytes` on a multiple of `align`.
     ///
     /// # Errors
@@ -85,6 +154,25 @@ impl Heap {
     /// where the size is absurd; `Internal` where this thread is inside the heap already; and what
     /// [`Source`] gives.
     pub fn allocate(&self, source: &impl Source, bytes: usize, align: usize) -> Result<Allocated> {
+        let block = self.take(source, bytes, align)?;
+        self.set_owner(block.address, true);
+        Ok(block)
+    }
+
+    /// An extent of at least `bytes` on a multiple of `align`.
+    ///
+    /// # Errors
+    /// As [`Self::allocate`].
+    pub fn allocate_extent(
+        &self,
+        source: &impl Source,
+        bytes: usize,
+        align: usize,
+    ) -> Result<Allocated> {
+        self.take(source, bytes, align)
+    }
+
+    fn take(&self, source: &impl Source, bytes: usize, align: usize) -> Result<Allocated> {
         if !align.is_power_of_two() || align > ALIGN_MAX {
             return Err(Error::new(
                 Status::InvalidArgument,
@@ -115,16 +203,18 @@ impl Heap {
         // A thread that is inside already came here from a signal handler; its block is lost.
         let Some(mut arenas) = self.arenas.enter() else { return Ok(()) };
         arenas.free(address)?;
+        // While the lock is held: nobody has got these pages anew.
+        self.set_owner(address, false);
         self.discard_excess(source, arenas);
         Ok(())
     }
 
-    /// Frees pages of live blocks, whole ones and parts. False: this thread is inside the heap already,
+    /// Frees pages of extents, whole ones and parts. False: this thread is inside the heap already,
     /// and the pages are as they were.
     ///
     /// # Errors
     /// [`NotLive`], and nothing is changed.
-    pub fn release(
+    pub fn release_extent(
         &self,
         source: &impl Source,
         address: usize,
@@ -250,11 +340,21 @@ impl Heap {
                 Err(error) => return Err(error),
             }
         };
+        let first_pages = if self.has_extents {
+            let table = Table::zeroed((wanted / page_bytes()).div_ceil(64))
+                .map_err(|error| Error::system("a table for an arena", &error))?;
+            Some(table.leak())
+        } else {
+            None
+        };
         let mut arenas = self.arenas.enter().ok_or_else(inside)?;
         let index = arenas.count();
         arenas.add(start, wanted).map_err(|error| Error::system("adding an arena", &error))?;
         // While the lock is held: whoever gets a block of this arena must find it to be ours when it
         // frees it a moment later.
+        if let Some(first_pages) = first_pages {
+            self.bounds[index].first_pages.get_or_init(|| first_pages);
+        }
         self.bounds[index].start.store(start, Ordering::Relaxed);
         self.bounds[index].end.store(start + wanted, Ordering::Relaxed);
         self.bounds_len.store(index + 1, Ordering::Release);
@@ -368,19 +468,56 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_blocks_are_given_back_and_discarded_in_whole_pieces() {
-        let (heap, source) = (Heap::new(2 << 20), Pretended::new(usize::MAX));
+    fn parts_of_extents_are_given_back_and_discarded_in_whole_pieces() {
+        let (heap, source) = (Heap::with_extents(2 << 20), Pretended::new(usize::MAX));
         let addresses: Vec<_> = (0..4096)
-            .map(|_| heap.allocate(&source, 16 << 10, 4096).expect("room").address)
+            .map(|_| heap.allocate_extent(&source, 16 << 10, 4096).expect("room").address)
             .collect();
         let (first, last) = (addresses[0], addresses[4095]);
         assert!(heap.is_one_arena(first, last) && !heap.is_one_arena(first, 0));
-        assert_eq!(heap.release(&source, first + 4096, 4 << 20), Ok(true), "of many blocks");
-        assert_eq!(heap.release(&source, first + 4096, 4096), Err(NotLive), "freed twice");
+        let of_many = heap.release_extent(&source, first + 4096, 4 << 20);
+        assert_eq!(of_many, Ok(true));
+        let again = heap.release_extent(&source, first + 4096, 4096);
+        assert_eq!(again, Err(NotLive));
         assert_eq!(heap.live_bytes(), (64 << 20) - (4 << 20));
         assert_eq!(heap.trim(&source), 2 << 20, "the one huge page that is whole");
         let again = heap.allocate(&source, 2 << 20, 4096).expect("room");
         assert_eq!(again, Allocated { address: first + (2 << 20), is_zero: true });
+    }
+
+    #[test]
+    fn an_address_tells_whose_it_is() {
+        let (heap, source) = (Heap::with_extents(2 << 20), Pretended::new(usize::MAX));
+        let mut chance = 1_usize;
+        let mut live = Vec::new();
+        for _ in 0..4000 {
+            chance = chance.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let pages = 1 + (chance >> 40) % 64;
+            if live.len() > 100 {
+                let (address, pages, is_block) = live.swap_remove((chance >> 20) % live.len());
+                if is_block {
+                    heap.free(&source, address).expect("live");
+                } else {
+                    let freed = heap.release_extent(&source, address, pages * PIECE);
+                    assert_eq!(freed, Ok(true));
+                }
+            }
+            let is_block = chance >> 63 == 0;
+            let new = if is_block {
+                heap.allocate(&source, pages * PIECE, PIECE)
+            } else {
+                heap.allocate_extent(&source, pages * PIECE, PIECE)
+            };
+            live.push((new.expect("room").address, pages, is_block));
+            for (address, pages, is_block) in &live {
+                let wanted = if *is_block { Owner::Block } else { Owner::Extent };
+                assert_eq!(heap.owner_of(*address), wanted);
+                if !is_block {
+                    assert_eq!(heap.owner_of(address + pages * PIECE - 1), Owner::Extent);
+                }
+            }
+        }
+        assert_eq!(heap.owner_of(0), Owner::Nobody);
     }
 
     #[test]

@@ -56,6 +56,8 @@ pub struct Config {
     pub name: String,
     /// Who gives way.
     pub class: Class,
+    /// The client's heap serves an allocator of small blocks too.
+    pub extents: bool,
 }
 
 /// Where the environment says that the daemon listens, else where it does if nothing is said.

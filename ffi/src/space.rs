@@ -195,6 +195,15 @@ impl<T: ZeroIsValid> Table<T> {
     }
 }
 
+impl<T> Table<T> {
+    /// The elements, for good.
+    #[must_use]
+    pub fn leak(self) -> &'static [T] {
+        // SAFETY: as in `deref`; as the table is given up, nobody makes a `&mut` of it any more.
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.len) }
+    }
+}
+
 impl<T> std::ops::Deref for Table<T> {
     type Target = [T];
 

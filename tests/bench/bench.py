@@ -28,6 +28,7 @@ DRAM_MIB = 256
 DATA_MIB = 512
 # What a limit leaves to the program itself, its libraries and rounding.
 SLACK_MIB = 24
+SMALL_OBJECTS = 10_000_000
 WAYS = ("sequential-read", "sequential-write", "random-read", "random-write")
 
 
@@ -197,8 +198,34 @@ def malloc(pairs):
     table(["allocate, touch each page, free", "tiermgr", "glibc", "ratio"], rows)
 
 
+def small(pairs):
+    """Small objects where everything fits, against jemalloc without us."""
+    jemalloc = next(pathlib.Path("/usr/lib").glob("*/libjemalloc.so.2"), None)
+    if jemalloc is None:
+        raise Unavailable("libjemalloc.so.2 is not there: run scripts/setup")
+    command = [program("small_objects"), SMALL_OBJECTS, 1]
+    sides = {"tiermgr --small": [], "jemalloc": [], "glibc": []}
+    with folder() as at, Daemon(at, 8192 * MIB, 256 * MIB) as daemon:
+        for _ in range(pairs):
+            sides["tiermgr --small"].append(run(command, env=daemon.preloaded(TIERMGR_SMALL="1")))
+            daemon.wait_until_empty()
+            sides["jemalloc"].append(run(command, env=clean_environment(LD_PRELOAD=str(jemalloc))))
+            sides["glibc"].append(run(command))
+    rows = []
+    for key, what, form in (
+            ("ns_per_malloc", "make, ns an object", "{:.0f}"),
+            ("ns_per_replacement", "replace at random, ns an object", "{:.0f}"),
+            ("ns_per_read", "read in order, ns an object", "{:.0f}"),
+            ("held_per_byte_full", "bytes held for each byte asked for, at first", "{:.3f}"),
+            ("held_per_byte_churned", "the same after all were replaced", "{:.3f}")):
+        values = [[r[key] for r in runs] for runs in sides.values()]
+        rows.append([what, *(spread(v, form) for v in values), ratio(values[0], values[1])])
+    print(f"{SMALL_OBJECTS} objects of 16 to 256 bytes.\n")
+    table(["", *sides, "tiermgr / jemalloc"], rows)
+
+
 BENCHMARKS = {"device": device, "fault": fault, "oversubscribed": oversubscribed, "below": below,
-              "malloc": malloc}
+              "malloc": malloc, "small": small}
 
 
 def main():

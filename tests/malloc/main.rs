@@ -3,12 +3,14 @@
 //! at.
 
 #[cfg(test)]
+mod small;
+#[cfg(test)]
 mod stage;
 
 use stage::{Stage, compile, dist, is_root, root, run_within, skip, working_set};
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -231,13 +233,17 @@ fn conformance_with_everything_managed() {
 
 #[test]
 fn before_main_and_after_it() {
+    early(&[]);
+}
+
+fn early(settings: &[(&str, &str)]) {
     let Some(stage) = Stage::new("early", working_set() / 2, &[]) else { return };
     let flags = ["-std=gnu11", "-shared", "-fPIC"].map(OsStr::new);
     let linked = compile("cc", &[source("early_library.c")], "libearly-linked.so", &flags);
     let opened = compile("cc", &[source("early_library.c")], "libearly-opened.so", &flags);
     let flags = [OsStr::new("-std=gnu11"), linked.as_os_str(), OsStr::new("-ldl")];
     let early = compile("cc", &[source("early.c")], "malloc-early", &flags);
-    stage.expect_ok(stage.command(&early).env("LIBRARY", opened));
+    stage.expect_ok(stage.command(&early).env("LIBRARY", opened).envs(settings.iter().copied()));
     stage.expect_work(0);
 }
 
@@ -251,16 +257,22 @@ fn conformance_of_glibc() {
 
 #[test]
 fn without_a_daemon_memory_comes_from_libc_and_one_line_says_so() {
+    without_a_daemon(&program("conformance"), &[]);
+}
+
+fn without_a_daemon(program: &Path, settings: &[(&str, &str)]) {
     let preload = dist("lib/libtiermgr_preload.so");
     if !preload.exists() {
         return skip("dist/lib/libtiermgr_preload.so is not built; run scripts/build");
     }
-    let conformance = program("conformance");
-    let run = |settings: &[(&str, &str)]| {
-        let mut command = Command::new(&conformance);
+    let run = |more: &[(&str, &str)]| {
+        let mut command = Command::new(program);
         command.env("LD_PRELOAD", &preload).env("TIERMGR_SOCKET", "/nonexistent/socket");
-        command.envs(settings.iter().copied());
-        run_within(&mut command, Duration::from_secs(60)).expect("ends in time")
+        command.envs(settings.iter().chain(more).copied());
+        match run_within(&mut command, Duration::from_secs(60)) {
+            Ok(output) => output,
+            Err(error) => panic!("{error}"),
+        }
     };
     let lines =
         |output: &std::process::Output| String::from_utf8_lossy(&output.stderr).into_owned();
@@ -296,7 +308,17 @@ fn only_the_malloc_family_the_guards_and_a_table_are_exported() {
         "dup2",
         "dup3",
         "free",
+        "free_aligned_sized",
+        "free_sized",
+        "mallctl",
+        "mallctlbymib",
+        "mallctlnametomib",
+        "mallinfo",
+        "mallinfo2",
         "malloc",
+        "malloc_info",
+        "malloc_stats",
+        "malloc_trim",
         "malloc_usable_size",
         "memalign",
         "posix_memalign",

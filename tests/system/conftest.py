@@ -94,10 +94,12 @@ def workload():
 def run_bounded(folder):
     """Runs a command under `tiermgrctl run`; gives its output and the counters."""
 
-    def run(command, dram_mib, store_mib=2048, popen=subprocess.Popen, seconds=150, env=None):
+    def run(command, dram_mib, store_mib=2048, popen=subprocess.Popen, seconds=150, env=None,
+            flags=()):
         report = folder / "report.json"
         full = product.run_command(dram_mib << 20, f"{folder / 'store'}:{store_mib}M", report,
                                    command)
+        full[2:2] = flags
         process = popen(full, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                         stdin=subprocess.DEVNULL, env=env or product.clean_environment())
         try:

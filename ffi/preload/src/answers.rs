@@ -1,6 +1,6 @@
 //! Answers to libtiermgr, where the program has that too and asks it about memory that is ours.
 
-use crate::route;
+use crate::{route, small};
 use tiermgr::client::{Client, Residency};
 use tiermgr::preloaded::{Table, Why};
 use tiermgr::status::{Error, Result, Status};
@@ -19,7 +19,7 @@ fn client() -> Result<&'static Client> {
 }
 
 extern "C" fn owns(address: usize) -> bool {
-    route::owner(address).is_some()
+    route::owner(address).is_some() || small::owns(address)
 }
 
 extern "C" fn advise(start: usize, bytes: usize, advice: i32, why: &mut Why) -> i32 {

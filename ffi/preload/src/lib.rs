@@ -4,16 +4,17 @@
 //!
 //! 1. before libc's functions are known: the dynamic linker and `dlsym` already call malloc; a fixed
 //!    bump arena (`bootstrap`) answers, and is never freed;
-//! 2. normal life: sizes below `TIERMGR_MIN_SIZE` (128 KiB unless said otherwise) go to libc, others to
-//!    managed arenas. The first of these connects to the daemon;
+//! 2. normal life: sizes below `TIERMGR_MIN_SIZE` (128 KiB unless said otherwise) go to libc, or with
+//!    `TIERMGR_SMALL=1` to jemalloc, which takes its memory from managed arenas (`small`, `extents`); others
+//!    go to managed arenas directly. The first managed request connects to the daemon;
 //! 3. daemon absent: everything comes from libc, and one line on standard error says so (with
-//!    `TIERMGR_REQUIRE=1`: large requests fail with `ENOMEM`). Daemon gone later: a touch of a parked
+//!    `TIERMGR_REQUIRE=1`: what would be managed fails with `ENOMEM`). Daemon gone later: a touch of a parked
 //!    page waits for its return. We keep our own copies of the userfaultfds open for that reason:
 //!    were the daemon's the last, the kernel would forget what is armed and answer with zeros.
 //!
-//! A pointer belongs to whom its address says: to a managed arena, to the bump arena, or else to libc.
-//! What this library allocates for itself is small, so that rule 2 sends it to libc, and a thread that
-//! is inside the client already is sent there too. Small requests touch no lock and no thread-local
+//! A pointer belongs to whom its address says: to an arena of large blocks, to one of jemalloc's, to the
+//! bump arena, or else to libc. What this library allocates for itself always comes from libc (`own`), and a
+//! thread that is inside the client already is sent there too. Small requests touch no lock and no thread-local
 //! storage of ours, whose set-up could allocate.
 //!
 //! A program may also use libtiermgr, from C or from Python. What it asks there about memory that malloc
@@ -26,6 +27,7 @@
 //! |---|---|
 //! | `TIERMGR_SOCKET` | socket of the daemon |
 //! | `TIERMGR_MIN_SIZE` | smallest managed size: bytes, or with `K`, `M`, `G`; at least 16K |
+//! | `TIERMGR_SMALL` | `1`: smaller ones are managed too |
 //! | `TIERMGR_CLASS` | `latency`, `standard` or `bulk` |
 //! | `TIERMGR_REQUIRE` | `1`: no memory from libc in place of managed memory |
 //! | `TIERMGR_DISABLE` | `1`: this library does nothing |
@@ -35,8 +37,12 @@ mod answers;
 mod bootstrap;
 mod descriptors;
 mod errno;
+mod extents;
+mod introspection;
 mod libc_next;
 mod log;
 mod malloc;
+mod own;
 mod route;
 mod settings;
+mod small;

@@ -4,6 +4,7 @@
 //! sent to [`crate::bootstrap`].
 
 use std::ffi::{CStr, c_int, c_void};
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicPtr, AtomicU8, Ordering};
 
 const UNKNOWN: u8 = 0;
@@ -76,6 +77,12 @@ fn find() -> Option<Next> {
         STAGE.store(KNOWN, Ordering::Release);
     }
     (STAGE.load(Ordering::Acquire) == KNOWN).then(collect)
+}
+
+/// A function that the next libraries may have or not.
+pub(crate) fn optional(name: &CStr) -> Option<NonNull<c_void>> {
+    // SAFETY: the name ends with a zero byte. RTLD_NEXT: in the libraries behind this one.
+    NonNull::new(unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) })
 }
 
 fn symbol(name: &CStr) -> *mut c_void {

@@ -2,9 +2,11 @@
 
 use crate::libc_next::{Next, next};
 use crate::route::{self, Outcome};
+use crate::small::{self, Who};
 use crate::{bootstrap, errno, log};
 use std::ffi::{c_int, c_void};
 use std::ptr;
+use tikv_jemalloc_sys as je;
 
 /// What malloc promises on 64-bit machines.
 const ALIGN: usize = 16;
@@ -41,15 +43,41 @@ fn large(bytes: usize, align: usize, zeroed: bool) -> Result<*mut c_void, ()> {
     }
 }
 
+/// Asks for a small block; as [`large`]. jemalloc would give blocks of eight bytes on multiples of eight
+/// only: so it is never asked for less than [`ALIGN`].
+fn small(
+    bytes: usize,
+    align: usize,
+    zeroed: bool,
+    from_jemalloc: impl FnOnce() -> *mut c_void,
+) -> Result<*mut c_void, ()> {
+    if align > ALIGN_MAX || !align.is_power_of_two() {
+        return Err(());
+    }
+    match small::who() {
+        Who::Next => Err(()),
+        Who::Nobody => Ok(no_memory()),
+        Who::Jemalloc => {
+            let block = from_jemalloc();
+            // Where jemalloc gets no extent, the rules for large blocks say what is to be done.
+            if block.is_null() { large(bytes, align, zeroed) } else { Ok(block) }
+        }
+    }
+}
+
 /// A new block from whoever is responsible for its size.
 fn allocate(
     bytes: usize,
     align: usize,
+    from_jemalloc: impl FnOnce() -> *mut c_void,
     from_libc: impl FnOnce(Next) -> *mut c_void,
 ) -> *mut c_void {
-    if route::is_large(bytes)
-        && let Ok(block) = large(bytes, align, false)
-    {
+    let managed = if route::is_large(bytes) {
+        large(bytes, align, false)
+    } else {
+        small(bytes, align, false, from_jemalloc)
+    };
+    if let Ok(block) = managed {
         return block;
     }
     match next() {
@@ -72,8 +100,13 @@ fn invalid(function: &str, block: *mut c_void) -> ! {
 /// As ISO C 7.24.3 says; the same holds for every function here.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn malloc(bytes: usize) -> *mut c_void {
-    // SAFETY: the next function has the contract of this one.
-    allocate(bytes, ALIGN, |next| unsafe { (next.malloc)(bytes) })
+    // SAFETY: both functions have the contract of this one.
+    allocate(
+        bytes,
+        ALIGN,
+        || unsafe { je::malloc(bytes.max(ALIGN)) },
+        |next| unsafe { (next.malloc)(bytes) },
+    )
 }
 
 /// # Safety
@@ -81,9 +114,13 @@ pub(crate) unsafe extern "C" fn malloc(bytes: usize) -> *mut c_void {
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn calloc(count: usize, size: usize) -> *mut c_void {
     let Some(bytes) = count.checked_mul(size) else { return no_memory() };
-    if route::is_large(bytes)
-        && let Ok(block) = large(bytes, ALIGN, true)
-    {
+    let managed = if route::is_large(bytes) {
+        large(bytes, ALIGN, true)
+    } else {
+        // SAFETY: it has the contract of this one.
+        small(bytes, ALIGN, true, || unsafe { je::calloc(1, bytes.max(ALIGN)) })
+    };
+    if let Ok(block) = managed {
         return block;
     }
     match next() {
@@ -97,7 +134,10 @@ pub(crate) unsafe extern "C" fn calloc(count: usize, size: usize) -> *mut c_void
 /// See [`malloc`].
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn free(block: *mut c_void) {
-    if let Some(client) = route::owner(block as usize) {
+    if small::owns(block as usize) {
+        // SAFETY: by contract.
+        unsafe { small::free(block) };
+    } else if let Some(client) = route::owner(block as usize) {
         let before = errno::get();
         if client.free(block as usize).is_err() {
             invalid("free", block);
@@ -112,12 +152,36 @@ pub(crate) unsafe extern "C" fn free(block: *mut c_void) {
 }
 
 /// # Safety
+/// C23 7.24.3.4: `block` was given by `malloc`, `calloc` or `realloc` for this size, or is null.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn free_sized(block: *mut c_void, _bytes: usize) {
+    // SAFETY: by contract.
+    unsafe { free(block) };
+}
+
+/// # Safety
+/// C23 7.24.3.5: `block` was given by `aligned_alloc` for this alignment and size, or is null.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn free_aligned_sized(
+    block: *mut c_void,
+    _align: usize,
+    _bytes: usize,
+) {
+    // SAFETY: by contract.
+    unsafe { free(block) };
+}
+
+/// # Safety
 /// See [`malloc`].
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn realloc(block: *mut c_void, bytes: usize) -> *mut c_void {
     if block.is_null() {
         // SAFETY: same contract.
         return unsafe { malloc(bytes) };
+    }
+    if small::owns(block as usize) {
+        // SAFETY: by contract.
+        return unsafe { realloc_small(block, bytes) };
     }
     if let Some(client) = route::owner(block as usize) {
         let Ok(usable) = client.heap().usable_bytes(block as usize) else {
@@ -165,6 +229,27 @@ pub(crate) unsafe extern "C" fn realloc(block: *mut c_void, bytes: usize) -> *mu
 }
 
 /// # Safety
+/// A live block of jemalloc's.
+unsafe fn realloc_small(block: *mut c_void, bytes: usize) -> *mut c_void {
+    if bytes == 0 {
+        // SAFETY: a live block, which the caller gives up.
+        unsafe { free(block) };
+        return ptr::null_mut();
+    }
+    if !route::is_large(bytes) {
+        // SAFETY: by contract.
+        let resized = unsafe { small::resize(block, bytes.max(ALIGN)) };
+        if !resized.is_null() {
+            return resized;
+        }
+    }
+    // SAFETY: by contract.
+    let usable = unsafe { small::usable_bytes(block) };
+    // SAFETY: a live block of `usable` bytes.
+    unsafe { moved(block, usable, bytes) }
+}
+
+/// # Safety
 /// `block` is live, has `usable` bytes, and is given up by the caller if the result is not null.
 unsafe fn moved(block: *mut c_void, usable: usize, bytes: usize) -> *mut c_void {
     // SAFETY: malloc has no preconditions.
@@ -206,9 +291,15 @@ pub(crate) unsafe extern "C" fn posix_memalign(
     }
     // POSIX leaves errno alone here: the result is the error.
     let before = errno::get();
-    if route::is_large(bytes)
-        && let Ok(block) = large(bytes, align, false)
-    {
+    let managed = if route::is_large(bytes) {
+        large(bytes, align, false)
+    } else {
+        // SAFETY: it has no preconditions.
+        small(bytes, align, false, || unsafe {
+            je::aligned_alloc(align.max(ALIGN), bytes.max(ALIGN))
+        })
+    };
+    if let Ok(block) = managed {
         errno::set(before);
         if block.is_null() {
             return libc::ENOMEM;
@@ -237,16 +328,24 @@ pub(crate) unsafe extern "C" fn posix_memalign(
 /// See [`malloc`].
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn aligned_alloc(align: usize, bytes: usize) -> *mut c_void {
+    let from_jemalloc = || {
+        // SAFETY: it has no preconditions.
+        unsafe { je::aligned_alloc(align.max(ALIGN), bytes.max(ALIGN)) }
+    };
     // SAFETY: the next function has the contract of this one.
-    allocate(bytes, align, |next| unsafe { (next.aligned_alloc)(align, bytes) })
+    allocate(bytes, align, from_jemalloc, |next| unsafe { (next.aligned_alloc)(align, bytes) })
 }
 
 /// # Safety
 /// See [`malloc`].
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn memalign(align: usize, bytes: usize) -> *mut c_void {
+    let from_jemalloc = || {
+        // SAFETY: it has no preconditions.
+        unsafe { je::aligned_alloc(align.max(ALIGN), bytes.max(ALIGN)) }
+    };
     // SAFETY: the next function has the contract of this one.
-    allocate(bytes, align, |next| unsafe { (next.memalign)(align, bytes) })
+    allocate(bytes, align, from_jemalloc, |next| unsafe { (next.memalign)(align, bytes) })
 }
 
 /// # Safety
@@ -274,6 +373,10 @@ pub(crate) unsafe extern "C" fn pvalloc(bytes: usize) -> *mut c_void {
 pub(crate) unsafe extern "C" fn malloc_usable_size(block: *mut c_void) -> usize {
     if block.is_null() {
         return 0;
+    }
+    if small::owns(block as usize) {
+        // SAFETY: by contract.
+        return unsafe { small::usable_bytes(block) };
     }
     if let Some(client) = route::owner(block as usize) {
         return client.heap().usable_bytes(block as usize).unwrap_or(0);

@@ -1,7 +1,7 @@
-//! Who serves a large request, and the connection that is made for the first of them.
+//! Who serves a large request, and the connection that is made for the first managed one.
 
-use crate::log;
 use crate::settings::{self, Settings};
+use crate::{extents, log, small};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 use tiermgr::client::Client;
 use tiermgr::fork;
@@ -55,14 +55,16 @@ pub(crate) fn owner(address: usize) -> Option<&'static Client> {
     client().filter(|client| client.heap().owns(address))
 }
 
+/// The client, which is made where there is none yet.
+pub(crate) fn connected() -> Result<&'static Client, Outcome> {
+    client().map_or_else(connect, Ok)
+}
+
 /// Serves a large request.
 pub(crate) fn allocate(bytes: usize, align: usize) -> Outcome {
-    let client = match client() {
-        Some(client) => client,
-        None => match connect() {
-            Ok(client) => client,
-            Err(outcome) => return outcome,
-        },
+    let client = match connected() {
+        Ok(client) => client,
+        Err(outcome) => return outcome,
     };
     match client.allocate(bytes, align) {
         Ok(block) => Outcome::Block { address: block.address as *mut u8, is_zero: block.is_zero },
@@ -104,7 +106,7 @@ fn connect() -> Result<&'static Client, Outcome> {
     if let Some(client) = client() {
         return Ok(client);
     }
-    let Some(Settings { config, min_size, .. }) = waiting.take() else {
+    let Some(Settings { config, min_size, small, .. }) = waiting.take() else {
         let refused = REQUIRE.load(Ordering::Relaxed);
         return Err(if refused { Outcome::Refused } else { Outcome::Libc });
     };
@@ -113,19 +115,21 @@ fn connect() -> Result<&'static Client, Outcome> {
         Ok(client) => {
             let client = Box::leak(client);
             CLIENT.store(client, Ordering::Release);
+            let least = if small { 1 } else { min_size };
             log::info(format_args!(
-                "connected to {}; blocks of {min_size} bytes and more are managed",
+                "connected to {}; blocks of {least} bytes and more are managed",
                 socket.display()
             ));
             Ok(client)
         }
         Err(error) if REQUIRE.load(Ordering::Relaxed) => {
-            report(format_args!("{error}; as TIERMGR_REQUIRE is set, large blocks are refused"));
+            report(format_args!("{error}; as TIERMGR_REQUIRE is set, managed blocks are refused"));
             Err(Outcome::Refused)
         }
         Err(error) => {
             report(format_args!("{error}; all memory comes from libc"));
             MIN_SIZE.store(usize::MAX, Ordering::Relaxed);
+            small::give_up();
             Err(Outcome::Libc)
         }
     }
@@ -134,38 +138,55 @@ fn connect() -> Result<&'static Client, Outcome> {
 static HELD: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn before_fork() {
-    HELD.store(WAITING.hold_for_fork(), Ordering::Relaxed);
+    let held = WAITING.hold_for_fork();
+    HELD.store(held, Ordering::Relaxed);
+    if held {
+        small::before_fork();
+    }
 }
 
 extern "C" fn after_fork() {
     if HELD.swap(false, Ordering::Relaxed) {
+        small::after_fork();
         WAITING.release_after_fork();
     }
 }
 
 extern "C" fn start() {
-    let Some(settings) = settings::read() else { return };
-    // Prepare handlers run in reverse: the lock here, inside which a client is made, must be taken
-    // before those of the client.
+    let Some(mut settings) = settings::read() else { return };
+    // Prepare handlers run in reverse. The lock here, inside which a client is made, must be taken before
+    // those of the client, and so must jemalloc's, whose hooks call the client. jemalloc installs its
+    // handlers when it is started; the one here goes before them and ends after them, so that it knows
+    // when this thread cannot use jemalloc.
     if let Err(error) = fork::install() {
         log::warn(format_args!("{error}; all memory comes from libc"));
         return;
+    }
+    if settings.small
+        && let Err(why) = extents::set_up()
+    {
+        log::warn(format_args!("jemalloc is not used: {why}; small blocks come from libc"));
+        settings.small = false;
     }
     if let Err(error) = fork::call_around(before_fork, after_fork, after_fork) {
         log::warn(format_args!("{error}; all memory comes from libc"));
         return;
     }
     REQUIRE.store(settings.require, Ordering::Relaxed);
-    let min_size = settings.min_size;
+    let (min_size, small) = (settings.min_size, settings.small);
     if let Some(mut waiting) = WAITING.enter() {
         *waiting = Some(settings);
     }
     MIN_SIZE.store(min_size, Ordering::Release);
+    if small {
+        small::begin();
+    }
 }
 
 #[cfg(not(test))]
 #[used]
-#[unsafe(link_section = ".init_array")]
+// Numbered entries come before others: jemalloc's own constructor starts it too.
+#[unsafe(link_section = ".init_array.00101")]
 static START: extern "C" fn() = start;
 
 #[cfg(test)]

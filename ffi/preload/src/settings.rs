@@ -14,6 +14,8 @@ const MIN_SIZE_LEAST: usize = 16 << 10;
 pub(crate) struct Settings {
     /// Smallest managed size.
     pub(crate) min_size: usize,
+    /// Smaller blocks are managed too, by jemalloc.
+    pub(crate) small: bool,
     /// No memory from libc in place of managed memory.
     pub(crate) require: bool,
     /// Whom to connect to.
@@ -52,10 +54,12 @@ pub(crate) fn read() -> Option<Settings> {
             MIN_SIZE
         })
     });
+    let small = is_on("TIERMGR_SMALL");
     Some(Settings {
         min_size: min_size.max(MIN_SIZE_LEAST),
+        small,
         require: is_on("TIERMGR_REQUIRE"),
-        config: Config { socket: usual_socket(), name: program_name(), class },
+        config: Config { socket: usual_socket(), name: program_name(), class, extents: small },
     })
 }
 

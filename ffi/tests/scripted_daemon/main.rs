@@ -160,7 +160,8 @@ impl Scripted {
     }
 
     fn config(&self) -> Config {
-        Config { socket: self.socket.clone(), name: "scripted".into(), class: Class::Standard }
+        let socket = self.socket.clone();
+        Config { socket, name: "scripted".into(), class: Class::Standard, extents: false }
     }
 
     fn client(&self) -> Box<Client> {

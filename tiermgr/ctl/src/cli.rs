@@ -107,14 +107,14 @@ Examples:
 #[command(after_help = "\
 Examples:
   tiermgrctl run --dram 8G -- python3 train.py
-  tiermgrctl run --dram 2G --nvme /mnt/fast/store:64G -- redis-server
+  tiermgrctl run --dram 2G --nvme /mnt/fast/store:64G --small -- redis-server
   tiermgrctl run --dram 512MiB --report run.json -- ./my-program --its-option
 
 Environment:
   TIERMGR_DAEMON    tiermgrd, where it is neither beside tiermgrctl nor in PATH
   TIERMGR_PRELOAD   libtiermgr_preload.so, where it is neither beside tiermgrctl nor in ../lib")]
 pub(crate) struct RunArgs {
-    /// DRAM for CMD's large allocations and the private daemon together
+    /// DRAM for CMD's managed allocations and the private daemon together
     ///
     /// [default: half of the available memory; in a memory cgroup three quarters of what is left of its
     /// limit, if that is less]
@@ -137,11 +137,18 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) report: Option<PathBuf>,
 
-    /// Let large allocations fail where a program cannot attach (sets TIERMGR_REQUIRE=1)
+    /// Let managed allocations fail where a program cannot attach (sets TIERMGR_REQUIRE=1)
     #[arg(long)]
     pub(crate) require: bool,
 
-    /// Least size of an allocation that is managed
+    /// Manage small allocations too, through jemalloc (sets TIERMGR_SMALL=1)
+    ///
+    /// For programs whose memory is many small objects: dictionaries, lists, trees. A program then attaches
+    /// with its first allocation, whatever its size.
+    #[arg(long)]
+    pub(crate) small: bool,
+
+    /// Least size of an allocation that is managed, or with --small of one that jemalloc is not asked for
     #[arg(long, value_name = "SIZE")]
     pub(crate) min_size: Option<Size>,
 

@@ -215,6 +215,9 @@ fn environment(args: &RunArgs, preload: &Path, socket: &Path) -> Vec<(OsString, 
     if let Some(size) = args.min_size {
         environment.push(("TIERMGR_MIN_SIZE".into(), size.0.to_string().into()));
     }
+    if args.small {
+        environment.push(("TIERMGR_SMALL".into(), "1".into()));
+    }
     if args.require {
         environment.push(("TIERMGR_REQUIRE".into(), "1".into()));
     }

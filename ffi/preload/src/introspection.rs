@@ -1,0 +1,233 @@
+//! What programs ask about their allocator. Where small blocks are not ours, whoever is next answers.
+//!
+//! `mallopt` is left to libc, whose malloc serves this library: what it sets has no meaning here.
+
+use crate::libc_next::optional;
+use crate::{extents, route, small};
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::io::Write;
+use tikv_jemalloc_sys as je;
+
+/// Calls a function of the next library; gives `$else` where it has none of that name.
+macro_rules! forward {
+    ($name:ident as fn($($type:ty),*) -> $result:ty, ($($argument:expr),*), $else:expr) => {{
+        const NAME: &CStr = match CStr::from_bytes_with_nul(
+            concat!(stringify!($name), "\0").as_bytes(),
+        ) {
+            Ok(name) => name,
+            Err(_) => c"",
+        };
+        match optional(NAME) {
+            Some(function) => {
+                // SAFETY: the C function of that name has this type.
+                let function = unsafe {
+                    std::mem::transmute::<
+                        *mut c_void,
+                        unsafe extern "C" fn($($type),*) -> $result,
+                    >(function.as_ptr())
+                };
+                // SAFETY: the next function has the contract of this one.
+                unsafe { function($($argument),*) }
+            }
+            None => $else,
+        }
+    }};
+}
+
+/// Bytes of live blocks and of the memory that they lie in.
+struct Use {
+    small_bytes: usize,
+    extent_bytes: usize,
+    large_bytes: usize,
+}
+
+fn in_use() -> Option<Use> {
+    let client = small::is_on().then(route::client).flatten()?;
+    let extent_bytes = extents::bytes();
+    Some(Use {
+        small_bytes: extents::allocated_bytes(),
+        extent_bytes,
+        large_bytes: client.heap().live_bytes().saturating_sub(extent_bytes),
+    })
+}
+
+/// # Safety
+/// malloc_trim(3).
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn malloc_trim(pad: usize) -> c_int {
+    let trimmed = forward!(malloc_trim as fn(usize) -> c_int, (pad), 0);
+    let Some(client) = small::is_on().then(route::client).flatten() else { return trimmed };
+    let before = crate::errno::get();
+    extents::purge();
+    let forgotten = client.trim();
+    crate::errno::set(before);
+    c_int::from(trimmed != 0 || forgotten > 0)
+}
+
+/// # Safety
+/// mallinfo(3).
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mallinfo() -> libc::mallinfo {
+    let cut = |bytes: usize| c_int::try_from(bytes).unwrap_or(c_int::MAX);
+    // SAFETY: integers only.
+    let mut info: libc::mallinfo = unsafe { std::mem::zeroed() };
+    let Some(bytes) = in_use() else {
+        return forward!(mallinfo as fn() -> libc::mallinfo, (), info);
+    };
+    let whole = told(&bytes);
+    info.arena = cut(whole.arena);
+    info.hblkhd = cut(whole.hblkhd);
+    info.uordblks = cut(whole.uordblks);
+    info.fordblks = cut(whole.fordblks);
+    info
+}
+
+/// # Safety
+/// mallinfo2(3).
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mallinfo2() -> libc::mallinfo2 {
+    match in_use() {
+        Some(bytes) => told(&bytes),
+        None => forward!(mallinfo2 as fn() -> libc::mallinfo2, (), nothing()),
+    }
+}
+
+const fn nothing() -> libc::mallinfo2 {
+    // SAFETY: integers only.
+    unsafe { std::mem::zeroed() }
+}
+
+/// As glibc has it: small blocks and what they lie in, and large blocks apart.
+const fn told(bytes: &Use) -> libc::mallinfo2 {
+    let mut info = nothing();
+    info.arena = bytes.extent_bytes;
+    info.hblkhd = bytes.large_bytes;
+    info.uordblks = bytes.small_bytes;
+    info.fordblks = bytes.extent_bytes.saturating_sub(bytes.small_bytes);
+    info
+}
+
+/// # Safety
+/// malloc_info(3).
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn malloc_info(options: c_int, stream: *mut libc::FILE) -> c_int {
+    let Some(bytes) = in_use() else {
+        let missing = || {
+            crate::errno::set(libc::ENOSYS);
+            -1
+        };
+        return forward!(
+            malloc_info as fn(c_int, *mut libc::FILE) -> c_int,
+            (options, stream),
+            missing()
+        );
+    };
+    if options != 0 {
+        return libc::EINVAL;
+    }
+    let mut text = [0_u8; 256];
+    let written = write!(
+        &mut text[..255],
+        "<malloc version=\"1\">\n<total type=\"small\" size=\"{}\"/>\n\
+         <system type=\"extents\" size=\"{}\"/>\n<total type=\"large\" size=\"{}\"/>\n</malloc>\n",
+        bytes.small_bytes,
+        bytes.extent_bytes,
+        bytes.large_bytes,
+    );
+    // SAFETY: a text of ASCII characters that ends with a zero byte, and the caller's stream.
+    let outcome = unsafe { libc::fputs(text.as_ptr().cast(), stream) };
+    if written.is_ok() && outcome >= 0 { 0 } else { -1 }
+}
+
+/// # Safety
+/// malloc_stats(3).
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn malloc_stats() {
+    if small::is_on() {
+        // SAFETY: no function and no options are jemalloc's defaults: all of it, on standard error.
+        unsafe { je::malloc_stats_print(None, std::ptr::null_mut(), std::ptr::null()) };
+    } else {
+        forward!(malloc_stats as fn() -> (), (), ());
+    }
+}
+
+/// Names that would make arenas without our hooks, or take the hooks from ours: blocks of theirs would
+/// not be known as jemalloc's when they are freed.
+fn is_hidden(name: &CStr) -> bool {
+    let name = name.to_bytes();
+    name == b"arenas.create"
+        || name == b"experimental.arenas_create_ext"
+        || (name.starts_with(b"arena.") && name.ends_with(b".extent_hooks"))
+}
+
+/// # Safety
+/// jemalloc(3); as there are programs that look for this function to learn whether jemalloc is their
+/// malloc, `ENOENT` says that it is not.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mallctl(
+    name: *const c_char,
+    old: *mut c_void,
+    old_bytes: *mut usize,
+    new: *mut c_void,
+    new_bytes: usize,
+) -> c_int {
+    if !small::is_on() {
+        return forward!(
+            mallctl as fn(*const c_char, *mut c_void, *mut usize, *mut c_void, usize) -> c_int,
+            (name, old, old_bytes, new, new_bytes),
+            libc::ENOENT
+        );
+    }
+    // SAFETY: by contract.
+    if is_hidden(unsafe { CStr::from_ptr(name) }) {
+        return libc::ENOENT;
+    }
+    // SAFETY: the same contract.
+    unsafe { je::mallctl(name, old, old_bytes, new, new_bytes) }
+}
+
+/// # Safety
+/// See [`mallctl`].
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mallctlnametomib(
+    name: *const c_char,
+    mib: *mut usize,
+    length: *mut usize,
+) -> c_int {
+    if !small::is_on() {
+        return forward!(
+            mallctlnametomib as fn(*const c_char, *mut usize, *mut usize) -> c_int,
+            (name, mib, length),
+            libc::ENOENT
+        );
+    }
+    // SAFETY: by contract.
+    if is_hidden(unsafe { CStr::from_ptr(name) }) {
+        return libc::ENOENT;
+    }
+    // SAFETY: the same contract.
+    unsafe { je::mallctlnametomib(name, mib, length) }
+}
+
+/// # Safety
+/// See [`mallctl`].
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mallctlbymib(
+    mib: *const usize,
+    length: usize,
+    old: *mut c_void,
+    old_bytes: *mut usize,
+    new: *mut c_void,
+    new_bytes: usize,
+) -> c_int {
+    if !small::is_on() {
+        return forward!(
+            mallctlbymib
+                as fn(*const usize, usize, *mut c_void, *mut usize, *mut c_void, usize) -> c_int,
+            (mib, length, old, old_bytes, new, new_bytes),
+            libc::ENOENT
+        );
+    }
+    // SAFETY: the same contract.
+    unsafe { je::mallctlbymib(mib, length, old, old_bytes, new, new_bytes) }
+}
