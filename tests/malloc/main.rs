@@ -292,6 +292,30 @@ fn without_a_daemon(program: &Path, settings: &[(&str, &str)]) {
     assert!(lines(&output).contains("TIERMGR_REQUIRE"), "{}", lines(&output));
 }
 
+/// A program that leaves small blocks to libc does not pay for jemalloc: nothing starts it there. And a
+/// thread's cache of blocks is found without a call that could allocate.
+#[test]
+fn jemalloc_waits_until_it_is_asked_for_and_keeps_its_threads_data_in_static_storage() {
+    let preload = dist("lib/libtiermgr_preload.so");
+    if !preload.exists() {
+        return skip("dist/lib/libtiermgr_preload.so is not built; run scripts/build");
+    }
+    let told = |program: &str, how: &str| {
+        let output = Command::new(program).arg(how).arg(&preload).output();
+        let output = output.expect("nm and readelf are parts of the compiler's tools");
+        String::from_utf8(output.stdout).expect("text")
+    };
+    let names = told("nm", "--format=posix");
+    assert!(names.lines().any(|line| line.starts_with("_rjem_malloc ")), "no names: stripped?");
+    let constructor = names.lines().find(|line| line.starts_with("jemalloc_constructor "));
+    if let Some(address) = constructor.and_then(|line| line.split(' ').nth(2)) {
+        let pointer = format!(" {}", address.trim_start_matches('0'));
+        let relocations = told("readelf", "--relocs");
+        assert!(!relocations.lines().any(|line| line.ends_with(&pointer)), "{pointer} is called");
+    }
+    assert!(told("readelf", "--dynamic").contains("STATIC_TLS"));
+}
+
 /// A name too many would replace a function of the program's.
 #[test]
 fn only_the_malloc_family_the_guards_and_a_table_are_exported() {

@@ -144,6 +144,29 @@ pub(crate) fn set_up() -> Result<(), &'static str> {
     // SAFETY: called once, from the constructor of this library, before jemalloc is used: it has not
     // read the variable, and nobody else knows of it.
     unsafe { SETTINGS_USED = SETTINGS.as_ptr() };
+    without_huge_pages(make_arenas)
+}
+
+/// Does something in small pages. The tables of each arena begin on a huge page of their own, of which a
+/// small program needs a few kilobytes: where the kernel makes huge pages unasked, all of it would be there.
+fn without_huge_pages<T>(act: impl FnOnce() -> T) -> T {
+    let disable = |how: c_int| {
+        // SAFETY: it changes how this process' later page faults are served, and no memory.
+        unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, how, 0, 0, 0) }
+    };
+    // SAFETY: it has no preconditions.
+    let before = unsafe { libc::prctl(libc::PR_GET_THP_DISABLE, 0, 0, 0, 0) };
+    if before != 0 || disable(1) != 0 {
+        return act();
+    }
+    let outcome = act();
+    if disable(0) != 0 {
+        log::warn(format_args!("huge pages stay off: {}", std::io::Error::last_os_error()));
+    }
+    outcome
+}
+
+fn make_arenas() -> Result<(), &'static str> {
     if read::<bool>(c"opt.hpa") != Some(false)
         || read::<usize>(c"opt.oversize_threshold") != Some(0)
     {

@@ -185,8 +185,7 @@ extern "C" fn start() {
 
 #[cfg(not(test))]
 #[used]
-// Numbered entries come before others: jemalloc's own constructor starts it too.
-#[unsafe(link_section = ".init_array.00101")]
+#[unsafe(link_section = ".init_array")]
 static START: extern "C" fn() = start;
 
 #[cfg(test)]

@@ -15,8 +15,9 @@ use tiermgr_wire::control::{FamilyStats, Status};
 const LINES_MAX: usize = 14;
 /// Said where the whole run went by without tiermgr.
 const NONE_ATTACHED: &str = "no program attached: nothing was limited and nothing parked (did all stay \
-                             below --min-size without --small, give up root before their first large allocation, or are \
-                             they statically linked? --require makes large allocations fail instead)";
+                             below --min-size without --small, give up root before their first large \
+                             allocation, or are they statically linked? --require makes large \
+                             allocations fail instead)";
 
 /// The content of `--report`. Field names do not change within a major version.
 #[derive(Debug, Serialize)]
