@@ -6,7 +6,7 @@
 #include <stdatomic.h>
 #include <sys/wait.h>
 
-#define FORKS 16
+#define FORKS 10
 #define THREADS 3
 #define KEPT 2000
 

@@ -202,7 +202,7 @@ def batches(sequence, size=64):
 
 @pytest.mark.seconds(400)
 def test_redis_holds_twice_its_limit(folder, redis_program):
-    keys, dram_mib = 70_000, 64
+    keys, dram_mib = 50_000, 56
     report = folder / "report.json"
     prefix = product.run_command(dram_mib * MIB, f"{folder / 'store'}:1024M", report, [])
     prefix[2:2] = SMALL
