@@ -162,7 +162,6 @@ impl<R: Records> Manager<R> {
         let states = self.shared.record(region, extent).states;
         let page = self.shared.page_of(at);
         let state = states.get(page);
-        let can_look = space.ready;
         if space.in_place && states.any(PageState::is_limbo) {
             return self.stay(fault, desperate, effects);
         }
@@ -174,11 +173,15 @@ impl<R: Records> Manager<R> {
                 let page = Span::new(at.align_down(page_bytes), page_bytes);
                 self.note_pages(proc, page, PageEvent::FoundPresent);
             }
-            if state == PageState::Parked && can_look {
+            if state == PageState::Parked {
                 // A child has what its parent's table says is parked where that is a page of zeros which
-                // the kernel shares: it moved after the fork. Only a look tells it from an old message.
-                self.start_look(proc, base, effects);
-                return Served::Yes;
+                // the kernel shares: it moved after the fork. Filling tells that, by EEXIST, from an old
+                // message, also where nobody can look at the page table.
+                let served = self.start_fill(proc, base, 1, Some(write), desperate, effects);
+                if served == Served::Yes {
+                    self.wake_when_done(proc, at);
+                }
+                return served;
             }
             // Also where the page has moved away since: to clear what is not there is harmless.
             return self.unprotect(proc, base, desperate, effects);

@@ -185,20 +185,6 @@ impl<R: Records> Manager<R> {
         }
     }
 
-    /// Compares one extent with what is mapped; whoever sleeps there is woken afterwards.
-    pub(super) fn start_look(&mut self, proc: ProcId, at: Addr, effects: &mut Vec<Effect>) {
-        let Some(space) = self.spaces.get_mut(&proc) else {
-            return;
-        };
-        let kind = Kind::Look { in_place: None, strict: false, held_pages: 0 };
-        let id = self.shared.begin(space, Op { proc, at, kind });
-        if let Some(region) = space.region_at_mut(at) {
-            let extent = region.extent_of(at);
-            Shared::<R>::lock(region, extent, id);
-        }
-        effects.push(Effect::ReadMap { op: id, proc, at });
-    }
-
     pub(super) fn on_looked(
         &mut self,
         id: OpId,
