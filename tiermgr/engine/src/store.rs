@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tiermgr_core::units::{EXTENT_BYTES, SlotId};
-use tiermgr_sys::disk::{self, StoreFile};
+use tiermgr_sys::disk::{self, Claim, StoreFile, Wanted};
 use tiermgr_sys::memory::AnonBuffer;
 use tiermgr_sys::process::random_bytes;
 use tiermgr_sys::shm::SharedFile;
@@ -26,6 +26,8 @@ const MAGIC: [u8; 8] = *b"tiermgr\0";
 const FORMAT: u32 = 1;
 /// The identity file of the state directory: magic with format, generation, segments.
 const IDENTITY_BYTES: u64 = 24;
+/// What does not even hold one segment is no store.
+const STORE_BYTES_LEAST: u64 = DATA_OFFSET + SEGMENT_BYTES;
 /// Slots have 32-bit numbers, and 0 is none of them.
 const SEGMENTS_MAX: u64 = (u32::MAX / SEGMENT_SLOTS - 1) as u64;
 
@@ -61,22 +63,17 @@ pub enum StoreError {
         #[source]
         source: io::Error,
     },
-    /// It does not even hold one segment.
-    #[error("the store {path} has {bytes} bytes; it needs at least {}", DATA_OFFSET + SEGMENT_BYTES)]
-    TooSmall {
-        /// The store.
-        path: PathBuf,
-        /// Its size.
-        bytes: u64,
-    },
-    /// The first block is neither blank nor ours.
+    /// It holds something, and that is not a store of ours.
     #[error(
-        "the store {path} begins with something else than a tiermgr store; if its content may be \
-         destroyed, run `wipefs -a {path}` (device) or remove it (file)"
+        "{path} is not a tiermgr store, and it is not blank: it may hold somebody's data, and nothing of \
+         it was changed; {}, if that may be destroyed, or choose another store",
+        how_to_blank(path, *device)
     )]
     Foreign {
         /// The store.
         path: PathBuf,
+        /// It is a block device.
+        device: bool,
     },
     /// The state directory has leases of another store, or of this one before it was changed.
     #[error(
@@ -100,6 +97,52 @@ pub enum StoreError {
         #[source]
         source: io::Error,
     },
+}
+
+fn how_to_blank(path: &Path, device: bool) -> String {
+    let path = path.display();
+    if device {
+        // The second alone may refuse while the marks of a file system are there, and the first removes no
+        // more than those.
+        format!("run `wipefs -a {path} && blkdiscard -z {path}`")
+    } else {
+        format!("remove it (`rm {path}`)")
+    }
+}
+
+/// What [`check`] found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fit {
+    /// A file that can be made.
+    Absent,
+    /// Nothing is in it.
+    Blank {
+        /// Bytes that are there.
+        bytes: u64,
+    },
+    /// It is a store already.
+    Store {
+        /// Bytes that are there.
+        bytes: u64,
+    },
+}
+
+/// Looks whether [`Store::open`] would take a store, and changes nothing of it. Whether the state directory
+/// belongs to another one is not looked at.
+///
+/// # Errors
+/// See [`StoreError`].
+pub fn check(path: &Path, size_bytes: Option<u64>, create: bool) -> Result<Fit, StoreError> {
+    let wanted = Wanted { path, size: size_bytes, create, least: STORE_BYTES_LEAST };
+    if !path.exists() && create && size_bytes.is_some() {
+        disk::check_absent(wanted)?;
+        return Ok(Fit::Absent);
+    }
+    let claim = disk::claim(wanted)?;
+    let header = Header::read(&claim)?;
+    disk::check_room(&claim)?;
+    let bytes = claim.found();
+    Ok(if header.is_some() { Fit::Store { bytes } } else { Fit::Blank { bytes } })
 }
 
 /// How the store's bytes are divided.
@@ -127,18 +170,20 @@ impl Store {
     /// # Errors
     /// See [`StoreError`]; nothing of the store was changed.
     pub fn open(config: &StoreConfig) -> Result<Arc<Self>, StoreError> {
-        let file = disk::open_store(&config.path, config.size_bytes, config.create)?;
-        let bytes = config.size_bytes.map_or(file.size(), |size| size.min(file.size()));
-        let segments = bytes.saturating_sub(DATA_OFFSET) / SEGMENT_BYTES;
+        let claim = disk::claim(Wanted {
+            path: &config.path,
+            size: config.size_bytes,
+            create: config.create,
+            least: STORE_BYTES_LEAST,
+        })?;
+        let segments = claim.size().saturating_sub(DATA_OFFSET) / SEGMENT_BYTES;
         let segments = u32::try_from(segments.min(SEGMENTS_MAX)).unwrap_or(0);
-        if segments == 0 {
-            return Err(StoreError::TooSmall { path: config.path.clone(), bytes });
-        }
-        let header = Header::read(&file)?;
+        // All that can be refused is refused before the store is grown or written to.
+        let header = Header::read(&claim)?;
         let state = config.state_dir.join("store");
         let mismatch = || StoreError::Mismatch { path: config.path.clone(), state: state.clone() };
         let identity = state.join("identity");
-        let (owners, sums) = if identity.exists() && has_leases(&state)? {
+        let (file, owners, sums) = if identity.exists() && has_leases(&state)? {
             let known = read_identity(&identity)?;
             let header = header.ok_or_else(mismatch)?;
             if known != header || known.segments > segments {
@@ -148,15 +193,17 @@ impl Store {
                 let path = state.join(name);
                 SharedFile::open(&path).map_err(in_state("opening", path))
             };
-            (open("segments")?, open("sums")?)
+            let (owners, sums) = (open("segments")?, open("sums")?);
+            (claim.prepare()?, owners, sums)
         } else {
             let generation = random_bytes()
                 .map(u64::from_le_bytes)
                 .map_err(in_state("drawing the generation in", identity.clone()))?;
             let header = Header { generation, segments };
-            let files = make_state(&state, header)?;
+            let (owners, sums) = make_state(&state, header)?;
+            let file = claim.prepare()?;
             header.write(&file)?;
-            files
+            (file, owners, sums)
         };
         let segments = u32::try_from(owners.len() / 8).unwrap_or(0).min(segments);
         let slots =
@@ -269,33 +316,34 @@ impl Header {
         ours.then_some(Self { generation, segments: word(12)? })
     }
 
-    /// The header, or `None` where the first block is blank.
-    fn read(file: &StoreFile) -> Result<Option<Self>, StoreError> {
-        let mut buffer = header_buffer(file)?;
+    /// The header, or `None` where there is nothing in the store yet.
+    fn read(claim: &Claim) -> Result<Option<Self>, StoreError> {
+        let path = claim.path();
+        let failed = |what| in_store(path, what);
+        let mut buffer =
+            AnonBuffer::new(HEADER_BYTES).map_err(failed("allocating a buffer for the header"))?;
         let block = &mut buffer.as_mut_slice()[..HEADER_BYTES];
-        file.read_at(block, 0).map_err(in_store(file, "reading the header"))?;
-        if block.iter().all(|&byte| byte == 0) {
+        let len = claim.read_up_to(block, 0).map_err(failed("reading the header"))?;
+        if let Some(header) = Self::decode(&block[..len]) {
+            return Ok(Some(header));
+        }
+        if claim.is_blank().map_err(failed("reading what is in"))? {
             return Ok(None);
         }
-        Self::decode(block)
-            .map(Some)
-            .ok_or_else(|| StoreError::Foreign { path: file.path().to_path_buf() })
+        Err(StoreError::Foreign { path: path.to_path_buf(), device: claim.is_device() })
     }
 
     fn write(self, file: &StoreFile) -> Result<(), StoreError> {
-        let mut buffer = header_buffer(file)?;
+        let mut buffer = AnonBuffer::new(HEADER_BYTES)
+            .map_err(in_store(file.path(), "allocating a buffer for the header"))?;
         let block = &mut buffer.as_mut_slice()[..HEADER_BYTES];
         self.encode(block);
-        file.write_at(block, 0).map_err(in_store(file, "writing the header"))
+        file.write_at(block, 0).map_err(in_store(file.path(), "writing the header"))
     }
 }
 
-fn header_buffer(file: &StoreFile) -> Result<AnonBuffer, StoreError> {
-    AnonBuffer::new(HEADER_BYTES).map_err(in_store(file, "allocating a buffer for the header"))
-}
-
-fn in_store(file: &StoreFile, what: &'static str) -> impl FnOnce(io::Error) -> StoreError {
-    let path = file.path().to_path_buf();
+fn in_store(path: &Path, what: &'static str) -> impl FnOnce(io::Error) -> StoreError + use<> {
+    let path = path.to_path_buf();
     move |source| StoreError::Io { what, path, source }
 }
 
@@ -406,6 +454,75 @@ mod tests {
 
         fs::write(&config.path, vec![7; 64 << 20]).unwrap();
         assert!(matches!(Store::open(&fresh), Err(StoreError::Foreign { .. })));
+    }
+
+    /// Wherever it lies in the file, and whatever the file's length.
+    #[test]
+    fn what_holds_data_is_refused_and_stays_as_it_was() {
+        let (disk, state) = (Scratch::on_disk(), Scratch::new());
+        let config = config(&disk, &state);
+        let kept: [(u64, &[u8]); 6] = [
+            (3, b"three"),
+            (4096, b"behind a block of zeros"),
+            (65536, b"where btrfs has its mark"),
+            (5 << 20, b"far behind a hole"),
+            (config.size_bytes.unwrap() - 5, b"ends."),
+            (config.size_bytes.unwrap() + 77, b"beyond what would be used"),
+        ];
+        for (offset, data) in kept {
+            use std::os::unix::fs::FileExt;
+            let file = fs::File::create(&config.path).unwrap();
+            file.write_all_at(data, offset).unwrap();
+            let before = fs::read(&config.path).unwrap();
+            assert!(matches!(Store::open(&config), Err(StoreError::Foreign { .. })), "{offset}");
+            let checked = check(&config.path, config.size_bytes, true);
+            assert!(matches!(checked, Err(StoreError::Foreign { .. })), "{offset}");
+            assert!(fs::read(&config.path).unwrap() == before, "{offset}: it has changed");
+        }
+        // Zeros that were written are as good as a hole.
+        fs::write(&config.path, vec![0; 12345]).unwrap();
+        assert_eq!(
+            check(&config.path, config.size_bytes, true).unwrap(),
+            Fit::Blank { bytes: 12345 }
+        );
+        drop(Store::open(&config).unwrap());
+        let bytes = config.size_bytes.unwrap();
+        assert_eq!(check(&config.path, None, false).unwrap(), Fit::Store { bytes });
+    }
+
+    #[test]
+    fn a_store_that_does_not_belong_to_the_leases_is_refused_at_its_old_length() {
+        let (disk, state, other) = (Scratch::on_disk(), Scratch::new(), Scratch::new());
+        let config = config(&disk, &state);
+        let store = Store::open(&config).unwrap();
+        store.take(5, &Arc::new(Wake::silent())).unwrap();
+        drop(store);
+        let path = disk.path("other");
+        let small = StoreConfig {
+            path: path.clone(),
+            size_bytes: Some(DATA_OFFSET + SEGMENT_BYTES),
+            state_dir: other.path(""),
+            ..config.clone()
+        };
+        drop(Store::open(&small).unwrap());
+        let before = fs::metadata(&path).unwrap().len();
+        let larger = StoreConfig { path: path.clone(), ..config.clone() };
+        assert!(matches!(Store::open(&larger), Err(StoreError::Mismatch { .. })));
+        assert_eq!(fs::metadata(&path).unwrap().len(), before);
+        let absent = StoreConfig { path: disk.path("absent"), ..config };
+        assert!(matches!(Store::open(&absent), Err(StoreError::Mismatch { .. })));
+        assert!(!absent.path.exists());
+    }
+
+    #[test]
+    fn a_file_that_can_be_made_is_not_made_by_looking() {
+        let disk = Scratch::on_disk();
+        let path = disk.path("absent");
+        assert_eq!(check(&path, Some(64 << 20), true).unwrap(), Fit::Absent);
+        assert!(check(&path, Some(1 << 60), true).is_err());
+        assert!(check(&path, Some(STORE_BYTES_LEAST - 1), true).is_err());
+        assert!(check(&path, None, true).is_err());
+        assert_eq!(fs::read_dir(disk.path("")).unwrap().count(), 0);
     }
 
     #[test]

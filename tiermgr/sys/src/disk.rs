@@ -4,6 +4,10 @@
 //! dead daemon left in flight holds that description, and so the lock, until it has landed. Whoever gets
 //! the lock may therefore reuse every slot.
 
+mod claim;
+
+pub use claim::{Claim, Wanted, check_absent, check_room, claim, wait_until_free};
+
 use crate::process::is_root;
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -69,8 +73,8 @@ pub enum StoreError {
         /// The store.
         path: PathBuf,
     },
-    /// Smaller than asked for, or than [`STORE_BYTES_MIN`].
-    #[error("{path} has {size} bytes, and {needed} are needed")]
+    /// Smaller than asked for, or than a store can be.
+    #[error("{path} has {}, and {} are needed", Bytes(*size), Bytes(*needed))]
     TooSmall {
         /// The store.
         path: PathBuf,
@@ -79,8 +83,18 @@ pub enum StoreError {
         /// What it should have.
         needed: u64,
     },
+    /// A size was named that no store can have.
+    #[error("a store of {} is too small for {path}: at least {} are needed", Bytes(*asked), Bytes(*needed))]
+    AskedTooLittle {
+        /// The store.
+        path: PathBuf,
+        /// What was asked for.
+        asked: u64,
+        /// What would do.
+        needed: u64,
+    },
     /// The file system cannot hold a file of that size.
-    #[error("the file system of {path} has no room for {needed} bytes")]
+    #[error("the file system of {path} has no room for {}", Bytes(*needed))]
     NoSpace {
         /// The store.
         path: PathBuf,
@@ -119,6 +133,44 @@ pub enum StoreError {
     },
 }
 
+impl StoreError {
+    /// The same about another file of the same folder.
+    fn about(mut self, other: &Path) -> Self {
+        match &mut self {
+            Self::NotFound { path }
+            | Self::NoFolder { path }
+            | Self::NotPermitted { path }
+            | Self::ReadOnly { path }
+            | Self::NotAStore { path }
+            | Self::InMemory { path, .. }
+            | Self::NoDirectIo { path }
+            | Self::TooSmall { path, .. }
+            | Self::AskedTooLittle { path, .. }
+            | Self::NoSpace { path, .. }
+            | Self::NoPreallocation { path }
+            | Self::Locked { path, .. }
+            | Self::Io { path, .. } => other.clone_into(path),
+        }
+        self
+    }
+}
+
+/// A number of bytes for people, exact: in the largest unit of which it is a whole multiple.
+#[derive(Debug)]
+struct Bytes(u64);
+
+impl std::fmt::Display for Bytes {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let units = [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
+        let whole =
+            |&&(factor, _): &&(u64, &str)| self.0 >= factor && self.0.is_multiple_of(factor);
+        match units.iter().find(whole) {
+            Some((factor, name)) => write!(f, "{}{name}", self.0 / factor),
+            None => write!(f, "{} bytes", self.0),
+        }
+    }
+}
+
 /// An open, locked store.
 #[derive(Debug)]
 pub struct StoreFile {
@@ -129,7 +181,7 @@ pub struct StoreFile {
     device: bool,
 }
 
-/// Opens and locks a store.
+/// Opens and locks a store without a look at what is in it.
 ///
 /// `size`: how many bytes of it to use; `None` for all of an existing one. With `create`, a file that is
 /// missing or shorter is made `size` bytes long, with its space set aside.
@@ -139,46 +191,7 @@ pub struct StoreFile {
 /// # Errors
 /// [`StoreError`].
 pub fn open_store(path: &Path, size: Option<u64>, create: bool) -> Result<StoreFile, StoreError> {
-    let opener = Opener { path };
-    let existing = opener.look()?;
-    if let Some(meta) = &existing
-        && !meta.file_type().is_file()
-        && !meta.file_type().is_block_device()
-    {
-        return Err(StoreError::NotAStore { path: path.to_owned() });
-    }
-    let device = existing.as_ref().is_some_and(|meta| meta.file_type().is_block_device());
-    if existing.is_none() && !(create && size.is_some()) {
-        return Err(StoreError::NotFound { path: path.to_owned() });
-    }
-    if !device {
-        // Before anything is created where it must not be.
-        opener.refuse_memory(if existing.is_some() { path } else { opener.folder() })?;
-    }
-    let file = opener.open(device, existing.is_none())?;
-    if device && opener.is_read_only(&file)? {
-        return Err(StoreError::ReadOnly { path: path.to_owned() });
-    }
-    opener.lock(&file)?;
-    let found = opener.size_of(&file, device)?;
-    let needed = size.unwrap_or(found).max(STORE_BYTES_MIN);
-    if found < needed {
-        if device || !create {
-            return Err(StoreError::TooSmall { path: path.to_owned(), size: found, needed });
-        }
-        opener.preallocate(&file, needed).inspect_err(|_| {
-            // What could be set aside would fill the disk for nothing. Should that fail too, the error at
-            // hand says what is wrong with this file system.
-            let undone = match existing {
-                None => std::fs::remove_file(path),
-                Some(_) => file.set_len(found),
-            };
-            drop(undone);
-        })?;
-    }
-    let align = opener.alignment(&file, device)?;
-    let size = size.unwrap_or(found.max(needed));
-    Ok(StoreFile { file, path: path.to_owned(), size, align, device })
+    claim(Wanted { path, size, create, least: STORE_BYTES_MIN })?.prepare()
 }
 
 struct Opener<'a> {
@@ -196,6 +209,41 @@ impl Opener<'_> {
             Some(folder) if !folder.as_os_str().is_empty() => folder,
             _ => Path::new("."),
         }
+    }
+
+    /// What is there, if it may be opened at all.
+    fn examine(&self, wanted: Wanted<'_>) -> Result<Option<std::fs::Metadata>, StoreError> {
+        let path = self.path;
+        let existing = self.look()?;
+        if let Some(meta) = &existing
+            && !meta.file_type().is_file()
+            && !meta.file_type().is_block_device()
+        {
+            return Err(StoreError::NotAStore { path: path.to_owned() });
+        }
+        if existing.is_none() && !(wanted.create && wanted.size.is_some()) {
+            return Err(StoreError::NotFound { path: path.to_owned() });
+        }
+        if !existing.as_ref().is_some_and(|meta| meta.file_type().is_block_device()) {
+            // Before anything is created where it must not be.
+            self.refuse_memory(if existing.is_some() { path } else { self.folder() })?;
+        }
+        if let Some(asked) = wanted.size.filter(|&asked| asked < wanted.least) {
+            let path = path.to_owned();
+            return Err(StoreError::AskedTooLittle { path, asked, needed: wanted.least });
+        }
+        Ok(existing)
+    }
+
+    fn find_room(&self, needed: u64) -> Result<(), StoreError> {
+        let at = if self.look()?.is_some() { self.path } else { self.folder() };
+        let facts = facts_of_file_system(at).map_err(self.io("looking at the file system of"))?;
+        // The type of the block size differs between architectures.
+        let block = u64::try_from(facts.f_bsize).unwrap_or(0);
+        if facts.f_bavail.saturating_mul(block) < needed {
+            return Err(StoreError::NoSpace { path: self.path.to_owned(), needed });
+        }
+        Ok(())
     }
 
     fn look(&self) -> Result<Option<std::fs::Metadata>, StoreError> {
@@ -341,12 +389,16 @@ impl Opener<'_> {
 const RAMFS_MAGIC: libc::c_long = 0x8584_58f6;
 
 fn file_system_of(path: &Path) -> io::Result<libc::c_long> {
+    Ok(facts_of_file_system(path)?.f_type)
+}
+
+fn facts_of_file_system(path: &Path) -> io::Result<libc::statfs> {
     let path = std::ffi::CString::new(std::os::unix::ffi::OsStrExt::as_bytes(path.as_os_str()))?;
     // SAFETY: all zeros is a statfs.
     let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
     // SAFETY: statfs reads a C string and writes one statfs.
     let rc = unsafe { libc::statfs(path.as_ptr(), &raw mut stat) };
-    if rc == 0 { Ok(stat.f_type) } else { Err(io::Error::last_os_error()) }
+    if rc == 0 { Ok(stat) } else { Err(io::Error::last_os_error()) }
 }
 
 /// The alignment that the kernel tells (since Linux 6.1, some file systems).
