@@ -11,7 +11,7 @@
 
 use crate::fds::{self, Fd, Listed};
 use crate::space::{self, Locking, Reserved};
-use crate::status::{Error, Result, Status};
+use crate::status::{Error, Result, Status, remedy};
 use std::io;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -46,6 +46,8 @@ const BRIEF_PAUSES: u64 = 10;
 const RESTART_WAIT: Duration = Duration::from_secs(2);
 const RETRY_NS_MIN: u64 = 5_000_000;
 const RETRY_NS_MAX: u64 = 1_000_000_000;
+/// The same for a program that has no memory with the daemon yet.
+const RETRY_NS_MAX_FIRST: u64 = 100_000_000;
 
 /// Whom to connect to, and as what.
 #[derive(Clone, Debug)]
@@ -184,8 +186,19 @@ impl Link {
         let nonce_page = space::untouched_page()
             .map_err(|error| Error::system("mapping a page for the daemon's checks", &error))?;
         let role = Role::Client { name: config.name.clone(), class: config.class };
-        let (session, welcome, attached) =
-            attach(&config.socket, role, nonce_page, HANDSHAKE_WAIT, &mut packet)?;
+        let give_up = monotonic_ns().saturating_add(nanoseconds(RESTART_WAIT));
+        let mut pause_ns = RETRY_NS_MIN;
+        let (session, welcome, attached) = loop {
+            match attach(&config.socket, role.clone(), nonce_page, HANDSHAKE_WAIT, &mut packet) {
+                // A program that begins in the instant in which the daemon restarts would have to do
+                // without it for life.
+                Err(error) if may_come_back(&error, &config.socket) && monotonic_ns() < give_up => {
+                    std::thread::sleep(Duration::from_nanos(pause_ns));
+                    pause_ns = (2 * pause_ns).min(RETRY_NS_MAX_FIRST);
+                }
+                attached => break attached?,
+            }
+        };
         Ok(Self {
             config,
             pid: fds::own_pid(),
@@ -322,11 +335,8 @@ impl Link {
                 self.guard(own, regions);
                 return;
             }
-            // A daemon that was killed leaves its socket, and is back soon.
-            let may_come_back = matches!(error.status, Status::NoDaemon | Status::ConnectionLost)
-                && self.was_armed
-                && self.config.socket.exists();
-            if !may_come_back || monotonic_ns() >= give_up {
+            let worth_it = self.was_armed && may_come_back(&error, &self.config.socket);
+            if !worth_it || monotonic_ns() >= give_up {
                 return;
             }
             std::thread::sleep(Duration::from_nanos(RETRY_NS_MIN));
@@ -536,6 +546,11 @@ fn attach(
     }
 }
 
+/// A daemon that was killed leaves its socket, and is back soon.
+fn may_come_back(error: &Error, socket: &Path) -> bool {
+    matches!(error.status, Status::NoDaemon | Status::ConnectionLost) && socket.exists()
+}
+
 /// Reserves the range where pages wait before they are parked. It is not inherited by fork: a child
 /// makes its own.
 fn reserve_limbo(welcome: &Welcome) -> Result<Option<Reserved>> {
@@ -566,7 +581,8 @@ fn open(socket: &Path, wait: Duration) -> Result<Stream> {
             ),
             _ => (Status::System, "the kernel refused"),
         };
-        let text = format!("connecting to {}: {cause} ({error})", socket.display());
+        let text =
+            format!("connecting to {}: {cause} ({error}{})", socket.display(), remedy(&error));
         Error::because(status, text)
     })?;
     stream

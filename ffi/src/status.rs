@@ -119,7 +119,16 @@ impl Error {
             Some(libc::ENOMEM) => Status::NoMemory,
             _ => Status::System,
         };
-        Self::because(status, format!("{what}: {error}"))
+        Self::because(status, format!("{what}: {error}{}", remedy(error)))
+    }
+}
+
+/// What to do where the kernel's word for it does not tell.
+#[must_use]
+pub(crate) fn remedy(error: &std::io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(libc::EMFILE) => "; raise RLIMIT_NOFILE (`ulimit -n`)",
+        _ => "",
     }
 }
 

@@ -321,6 +321,28 @@ fn regions_and_blocks_come_and_go() {
     assert_eq!(daemon.book.seen(|message| matches!(message, ToDaemon::DropRegion { .. })), 2);
 }
 
+/// The daemon restarts in the very instant in which a program connects for the first time.
+#[test]
+fn a_daemon_that_is_away_for_a_moment_gets_its_new_client() {
+    let Some(daemon) = Scripted::new("first-instant") else { return };
+    daemon.book.behave(Manner::ClosesAtOnce);
+    let book = Arc::clone(&daemon.book);
+    let back = thread::spawn(move || {
+        thread::sleep(Duration::from_millis(300));
+        book.behave(Manner::Polite);
+    });
+    let client = Client::connect(daemon.config()).expect("it is back");
+    back.join().expect("no panic");
+    client.disconnect().expect("ends in order");
+    // Not for ever: nobody listens at the socket that a killed daemon left.
+    let stale = daemon.socket.with_extension("stale");
+    drop(Listener::bind(&stale, 0o600).expect("binds"));
+    let began = Instant::now();
+    let config = Config { socket: stale, ..daemon.config() };
+    assert_eq!(Client::connect(config).expect_err("nobody").status, Status::NoDaemon);
+    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+}
+
 #[test]
 fn a_bad_greeting_is_an_error_and_leaves_nothing_behind() {
     let Some(daemon) = Scripted::new("bad-greeting") else { return };
@@ -337,6 +359,7 @@ fn a_bad_greeting_is_an_error_and_leaves_nothing_behind() {
         let error = Client::connect(daemon.config()).expect_err("a bad greeting");
         assert_eq!(error.status, status, "{manner:?}: {error}");
     }
+    daemon.book.behave(Manner::OddLimbo);
     let before = open_files();
     for _ in 0..20 {
         let refused = Client::connect(daemon.config()).is_err();

@@ -422,8 +422,11 @@ fn settle_files(start: &Start) -> u32 {
         let result = unsafe {
             raw::syscall3(Sysno::fcntl as usize, fd_arg(*fd), libc::F_DUPFD as usize, FD_PARKING)
         };
-        if errno_of(result) != 0 {
-            return errno_of(result);
+        match errno_of(result) {
+            0 => {}
+            // So the kernel calls a number that RLIMIT_NOFILE does not allow.
+            errno if errno == libc::EINVAL.unsigned_abs() => return libc::EMFILE.unsigned_abs(),
+            errno => return errno,
         }
         *place = result;
     }

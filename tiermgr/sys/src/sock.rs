@@ -87,19 +87,32 @@ impl Listener {
         // The socket file gets the mode of the descriptor, so that it is never wider open than asked.
         // SAFETY: fchmod takes integers.
         check(unsafe { libc::fchmod(fd.as_raw_fd(), mode) })?;
-        let (address, len) = address(path)?;
-        let bind = || {
+        let bind = |path: &Path| {
+            let (address, len) = address(path)?;
             // SAFETY: bind reads one sockaddr_un of `len` bytes.
             check(unsafe { libc::bind(fd.as_raw_fd(), (&raw const address).cast(), len) })
         };
-        match bind() {
+        match bind(path) {
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
                 match Stream::connect(path) {
                     Err(refused) if refused.kind() == io::ErrorKind::ConnectionRefused => {}
                     _ => return Err(error),
                 }
-                std::fs::remove_file(path)?;
-                bind()?;
+                // A client must find a socket at any instant: one that is not there means that no daemon
+                // is to come.
+                let mut aside = path.as_os_str().to_owned();
+                aside.push("~");
+                let aside = PathBuf::from(aside);
+                if address(&aside).is_ok() {
+                    if aside.exists() {
+                        std::fs::remove_file(&aside)?;
+                    }
+                    bind(&aside)?;
+                    std::fs::rename(&aside, path)?;
+                } else {
+                    std::fs::remove_file(path)?;
+                    bind(path)?;
+                }
             }
             other => other?,
         }
@@ -276,7 +289,14 @@ impl Stream {
         };
         // First of all, so that nothing leaks on the way out.
         let fds = take_fds(&header);
-        if header.msg_flags & (libc::MSG_TRUNC | libc::MSG_CTRUNC) != 0 {
+        let lost_some = header.msg_flags & libc::MSG_CTRUNC != 0;
+        if lost_some && fds.len() < FDS_MAX {
+            // There was room for more in the message, and so none in the table.
+            return Err(io::Error::other(
+                "this process may not have more files open: raise RLIMIT_NOFILE (`ulimit -n`)",
+            ));
+        }
+        if lost_some || header.msg_flags & libc::MSG_TRUNC != 0 {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidData,
                 "a message is too long, or brings too many descriptors",
