@@ -52,6 +52,54 @@ def test_a_value_of_the_wrong_kind_is_named(folder):
     refused(folder, config="[store]\nsize = -1\n", says=["size"])
 
 
+def checked(folder, config):
+    path = folder / "checked.toml"
+    path.write_text(config)
+    return subprocess.run([product.DAEMON, "--check-config", path], timeout=30, check=False,
+                          capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+
+def test_a_configuration_is_checked_against_the_machine(folder):
+    fine = f'state_dir = "/dev/shm/tiermgr-test-checked"\n[store]\npath = "{folder / "store"}"\nsize = "64MiB"\n'
+    done = checked(folder, fine)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    for setting, words in (('socket_group = "no-such-group"', "no-such-group"),
+                           ('assume_missing = ["swap"]', "uffd_move")):
+        done = checked(folder, f"{setting}\n{fine}")
+        assert done.returncode == 2 and words in done.stderr, done.stderr
+    # A daemon would start, or could once the disk is mounted.
+    for config, words in ((fine.replace("/dev/shm", str(folder)), "not on a tmpfs"),
+                          (fine.replace(str(folder), "/dev/shm"), "lies on tmpfs"),
+                          (f'dram = "900TiB"\n{fine}', "more than the machine has")):
+        done = checked(folder, config)
+        assert done.returncode == 0 and words in done.stderr, done.stderr
+    assert [path.name for path in folder.iterdir()] == ["checked.toml"]
+
+
+@pytest.mark.parametrize("files", [8, 10, 12, 14, 16, 18])
+def test_too_few_open_files_are_named_as_the_cause(folder, files):
+    """Wherever the start runs into it. Whoever waits for the daemon is told, too."""
+    command = ["bash", "-c", f'ulimit -n {files}; exec "$@"', "bash", product.CTL, "run", "--dram",
+               "64M", "--nvme", f"{folder / 'store'}:64M", "true"]
+    done = subprocess.run(list(map(str, command)), timeout=60, check=False, capture_output=True,
+                          text=True, stdin=subprocess.DEVNULL, env=product.clean_environment())
+    assert done.returncode in (0, 125), done.stderr
+    assert done.returncode == 0 or "ulimit -n" in done.stderr, done.stderr
+    assert "another tiermgrd" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("files", [4, 5, 6, 8, 12, 30])
+def test_a_program_with_too_few_open_files_says_so(folder, workload, files):
+    with product.Daemon(folder, 64 * MIB, 64 * MIB) as daemon:
+        environment = daemon.preloaded()
+        del environment["TIERMGR_REQUIRE"]
+        done = subprocess.run(["bash", "-c", f'ulimit -n {files}; exec "$@"', "bash", workload, "fill",
+                               "8", "1"], env=environment, timeout=60, check=False,
+                              capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        assert done.returncode == 0, done.stderr
+        assert "ulimit -n" in done.stderr, done.stderr
+
+
 def test_a_named_file_that_is_missing_is_an_error(folder):
     code = subprocess.run([product.DAEMON, "--config", folder / "nothing.toml"], timeout=30,
                           capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
@@ -104,6 +152,7 @@ def test_a_store_on_a_read_only_file_system(folder):
                           text=True, timeout=30, check=False, stdin=subprocess.DEVNULL)
     text = done.stdout + done.stderr
     assert done.returncode not in (0, 101) and "ead-only" in text, (done.returncode, text)
+    assert "removing" not in text, text
 
 
 def test_a_machine_without_userfaultfd(folder):

@@ -1,14 +1,18 @@
 """`tiermgrctl run` says what became of the run, also when nothing of it was managed."""
 
 import json
+import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 
 import pytest
 
 import product
+from system_daemon import status_of, system_daemon
 
 # A user without rights, whom the socket of a private daemon is closed to.
 UNPRIVILEGED = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
@@ -48,9 +52,13 @@ def test_a_managed_program_is_counted(run, public):
     assert not report["warnings"], report
 
 
-def test_a_run_in_which_nobody_attached_says_so(run):
+def test_a_run_in_which_nobody_attached_says_so_where_it_matters(run, public):
     done, report = run("true")
     assert done.returncode == 0, done.stderr
+    assert report["attached_processes"] == 0, report
+    # It had nothing to manage.
+    assert not report["warnings"] and "managed 0 clients" in done.stderr, done.stderr
+    done, report = run(public / "workload", "fill", 32, 1, options=["--min-size", "1G"])
     assert report["attached_processes"] == 0, report
     assert "no program attached" in report["warnings"][0]
     assert "no program attached" in done.stderr
@@ -64,3 +72,144 @@ def test_what_gives_up_root_is_not_managed_and_not_silently_so(run, public):
     done, report = run(*command, options=["--require"])
     assert done.returncode != 0, done.stderr
     assert report["attached_processes"] == 0
+
+
+def plain(*command, seconds=60, **environment):
+    """`tiermgrctl` as it stands, without an option more."""
+    return subprocess.run([product.CTL, *map(str, command)], capture_output=True, text=True,
+                          timeout=seconds, check=False, stdin=subprocess.DEVNULL,
+                          env=product.clean_environment(**environment))
+
+
+@pytest.mark.parametrize("separator", [[], ["--"]])
+def test_a_mistyped_option_is_not_taken_for_the_program(separator):
+    done = plain("run", "--drma", "1G", *separator, "true")
+    assert done.returncode == 2 and "'--dram'" in done.stderr, done.stderr
+
+
+def test_a_report_that_cannot_be_written_is_found_before_the_program_starts(folder):
+    done = plain("run", "--dram", "64M", "--report", folder / "no" / "report", "touch",
+                 folder / "started")
+    assert done.returncode == 125 and str(folder / "no") in done.stderr, done.stderr
+    assert not list(folder.iterdir())
+    # A run that did not come to be leaves no empty report, and an old one as it was.
+    old = folder / "old"
+    old.write_text("kept")
+    for report in (folder / "new", old):
+        done = plain("run", "--dram", "1M", "--report", report, "true")
+        assert done.returncode == 125, done.stderr
+    assert old.read_text() == "kept" and not (folder / "new").exists()
+
+
+def test_a_statically_linked_program_is_named_before_it_starts(folder):
+    source = folder / "quiet.c"
+    source.write_text("int main(void) { return 7; }\n")
+    program = product.compile_c(source, folder / "quiet", "-static")
+    done = plain("run", "--dram", "64M", "--nvme", f"{folder / 'store'}:64M", program)
+    assert done.returncode == 7 and "statically linked" in done.stderr, done.stderr
+    done = plain("run", "--dram", "64M", "--require", program)
+    assert done.returncode == 125 and "statically linked" in done.stderr, done.stderr
+    # A script is what its first line says.
+    script = folder / "script"
+    script.write_text(f"#!{program}\n")
+    script.chmod(0o755)
+    done = plain("run", "--dram", "64M", "--require", script)
+    assert done.returncode == 125 and "statically linked" in done.stderr, done.stderr
+
+
+def test_a_size_that_is_too_small_names_the_option_that_gave_it_and_once(folder):
+    for options, words in ((["--nvme", f"{folder / 'store'}:1M"], ["--nvme", "16MiB"]),
+                           (["--nvme", ""], ["--nvme", "PATH"]),
+                           (["--dram", "1M"], ["--dram", "32MiB"])):
+        done = plain("run", *options, "true")
+        assert done.returncode in (2, 125) and all(word in done.stderr for word in words), done.stderr
+        assert done.stderr.count(words[1]) == 1 or options[1] == "", done.stderr
+        assert "configuration" not in done.stderr, done.stderr
+    small = folder / "small"
+    small.write_bytes(bytes(4096))
+    done = plain("run", "--nvme", small, "true")
+    assert "has 4KiB, and 9MiB are needed" in done.stderr, done.stderr
+
+
+def test_a_share_of_the_memory_is_a_limit(run):
+    command = [product.CTL, "run", "--dram", "10%", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False,
+                          stdin=subprocess.DEVNULL, env=product.clean_environment())
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_is_no_socket_is_called_so():
+    done = plain("status", "--socket", "/etc/passwd")
+    assert done.returncode == 1 and "not a socket" in done.stderr, done.stderr
+    assert "systemctl" not in done.stderr
+
+
+def test_a_background_program_that_outlives_the_run_leaves_no_folder(folder, workload):
+    """Its daemon stays for as long as it needs it, and then removes what tiermgrctl made."""
+    script = f"{workload} hold 192 < {folder / 'pipe'} > {folder / 'out'} & sleep 3"
+    subprocess.run(["mkfifo", folder / "pipe"], check=True)
+    with open(folder / "pipe", "r+b", buffering=0) as pipe:
+        command = [product.CTL, "run", "--dram", "64M", "sh", "-c", script]
+        # To a file: what is in the background keeps it open.
+        with open(folder / "err", "w") as err:
+            done = subprocess.run(list(map(str, command)), stderr=err, stdin=subprocess.DEVNULL,
+                                  timeout=60, env=product.clean_environment(TMPDIR=str(folder)),
+                                  check=False)
+        said = (folder / "err").read_text()
+        assert done.returncode == 0, said
+        left = list(folder.glob("tiermgr-run-*"))
+        assert "stays" in said and left, (said, left)
+        pipe.write(b"go\n")
+        deadline = time.monotonic() + 60
+        while list(folder.glob("tiermgr-run-*")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    assert "right" in (folder / "out").read_text()
+    assert not list(folder.glob("tiermgr-run-*"))
+
+
+def serving_daemon(pid):
+    """Keeper and serving process of a private daemon that process `pid` has started."""
+    def children(of):
+        return [int(word) for task in pathlib.Path(f"/proc/{of}/task").iterdir()
+                for word in (task / "children").read_text().split()]
+
+    for child in children(pid):
+        name = pathlib.Path(f"/proc/{child}/comm").read_text().strip()
+        if name == "tiermgrd-keeper":
+            return child, children(child)[0]
+    raise AssertionError("no private daemon")
+
+
+def test_a_private_daemon_that_is_killed_with_its_keeper_is_missed_at_once(folder, workload):
+    command = [product.CTL, "run", "--dram", "64M", "--nvme", f"{folder / 'store'}:512M", "--",
+               workload, "hold", "192"]
+    process = subprocess.Popen(list(map(str, command)), stdin=subprocess.PIPE, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               env=product.clean_environment())
+    assert process.stdout.readline() == "filled\n"
+    keeper, serving = serving_daemon(process.pid)
+    os.kill(keeper, signal.SIGSTOP)
+    os.kill(serving, signal.SIGKILL)
+    os.kill(keeper, signal.SIGKILL)
+    said = process.stderr.readline()
+    assert "waits for ever" in said and "kill " in said, said
+    assert not pathlib.Path(f"/proc/{keeper}").exists(), "the keeper was not waited for"
+    program = int(said.split("kill ")[1].rstrip(")\n"))
+    os.kill(program, signal.SIGKILL)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGKILL, err
+    assert "systemctl" not in err, err
+    assert not (folder / "store").exists()
+
+
+def test_a_system_daemon_that_restarts_meanwhile_is_not_said_to_have_done_nothing(folder, public):
+    with system_daemon(folder) as place:
+        report = folder / "report.json"
+        before = status_of(place)["daemon_pid"]
+        script = f"{public / 'workload'} fill 160 1; kill -KILL {before}; sleep 1"
+        done = plain("--socket", place / "socket", "run", "--report", report, "--", "sh", "-c", script,
+                     TIERMGR_PRELOAD=str(public / product.PRELOAD.name))
+        assert done.returncode == 0, done.stderr
+        assert "restarted" in done.stderr and "nothing was limited" not in done.stderr, done.stderr
+        assert "managed unknown" in done.stderr, done.stderr
+        assert json.loads(report.read_text())["attached_processes"] is None

@@ -1,6 +1,7 @@
 """What a store can be, and what cannot be one: devices, file systems, and what becomes of them."""
 
 import contextlib
+import json
 import os
 import pathlib
 import subprocess
@@ -136,6 +137,106 @@ def test_a_device_that_has_a_file_system(folder, device):
     for said in (say_no(store, None), refused(folder, "--dram", "64M", "--store", store)):
         assert str(store) in said and "wipefs" in said, said
     assert store.read_bytes() == before, "a device that was refused has changed"
+
+
+def mark(path, offset, text=b"somebody's"):
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(text)
+
+
+# Where btrfs, mdadm (1.2, 0.90, 1.0), ZFS and GPT have their marks, and data that no list of marks knows.
+DEVICE_MARKS = [512, 4096, 65536 + 64, 128 << 10, (64 << 20) - 65536, (64 << 20) - 8192,
+                (64 << 20) - 512, (1 << 20) - 1]
+
+
+@pytest.mark.parametrize("offset", DEVICE_MARKS)
+def test_a_device_with_a_mark_anywhere_is_not_touched(folder, device, offset):
+    store = device(64)
+    mark(store, offset)
+    before = store.read_bytes()
+    for said in (say_no(store, None), refused(folder, "--dram", "64M", "--store", store),
+                 doctor_refuses(store)):
+        assert str(store) in said and "blkdiscard" in said, said
+    assert store.read_bytes() == before, "a device that was refused has changed"
+
+
+def test_a_device_is_taken_after_what_the_refusal_advises(folder, workload, device):
+    store = device(512)
+    subprocess.run(["mkfs.ext4", "-q", store], check=True, timeout=30)
+    said = say_no(store, None)
+    advice = said.split("`")[1]
+    assert advice.startswith("wipefs -a") and str(store) in advice, said
+    subprocess.run(["bash", "-c", advice], check=True, timeout=60, stdout=subprocess.DEVNULL)
+    with configured_daemon(folder, store, "all") as daemon:
+        assert use(daemon, workload)["parked_pages"] >= 10_000
+
+
+@pytest.mark.parametrize("offset", [0, 4096, 65536 + 64, 10 << 20, (20 << 20) - 10])
+def test_a_file_with_data_is_refused_and_stays_as_it_was(folder, offset):
+    store = folder / "store"
+    with open(store, "wb") as file:
+        file.truncate(20 * MIB)
+    mark(store, offset)
+    before = store.read_bytes()
+    for size in (":64M", ":16M", ""):
+        for said in (say_no(f"{store}{size}", None),
+                     refused(folder, "--dram", "64M", "--store", f"{store}{size}"),
+                     doctor_refuses(f"{store}{size}")):
+            assert str(store) in said and "rm " in said, said
+        assert store.stat().st_size == 20 * MIB, "a file that was refused has another size"
+    assert store.read_bytes() == before, "a file that was refused has changed"
+
+
+def test_a_file_of_zeros_and_an_empty_one_are_stores(folder):
+    for content in (b"", bytes(3 * MIB)):
+        store = folder / "store"
+        store.write_bytes(content)
+        assert doctor(f"{store}:64M")["state"] == "ok"
+        command = product.run_command(64 * MIB, f"{store}:64M", None, ["true"])
+        subprocess.run(command, env=product.clean_environment(), timeout=60, check=True,
+                       stdin=subprocess.DEVNULL)
+        # It was there before, and so it stays; and now it is a store.
+        assert store.stat().st_size == 64 * MIB
+        assert "store of" in doctor(store)["detail"]
+
+
+def doctor(store):
+    """What `tiermgrctl doctor --nvme` finds about the store."""
+    done = subprocess.run([product.CTL, "doctor", "--json", "--nvme", store], capture_output=True,
+                          env=product.clean_environment(), timeout=30, check=False, text=True)
+    return next(f for f in json.loads(done.stdout)["findings"] if f["name"] == "store")
+
+
+def doctor_refuses(store):
+    finding = doctor(store)
+    assert finding["state"] == "fail", finding
+    return f"{finding['detail']}; {finding['fix']}"
+
+
+def test_doctor_and_run_agree(folder):
+    for store in (folder, "/dev/null", f"/dev/shm/tiermgr-test-{os.getpid()}:64M",
+                  folder / "no" / "store", f"{folder / 'store'}:1M", f"{folder / 'store'}:900T"):
+        said = doctor_refuses(store).split(";")[0]
+        assert said in say_no(store, None), said
+    assert doctor(f"{folder / 'store'}:64M")["state"] == "ok"
+    assert not (folder / "store").exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "device"])
+def test_one_run_after_the_other_with_the_same_store(folder, workload, device, kind):
+    """What the kernel still does for a daemon that has ended holds the lock of its store."""
+    if kind == "file":
+        store = folder / "store"
+        store.touch()
+        store = f"{store}:128M"
+    else:
+        store = device(128)
+    command = product.run_command(64 * MIB, store, None, [workload, "fill", 96, 1])
+    for _ in range(20):
+        done = subprocess.run(command, env=product.clean_environment(), capture_output=True, text=True,
+                              timeout=60, check=False, stdin=subprocess.DEVNULL)
+        assert done.returncode == 0, done.stderr
 
 
 def test_a_device_that_another_daemon_uses(folder, workload, device):

@@ -4,6 +4,7 @@
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::ffi::OsString;
 use std::path::PathBuf;
+use tiermgr_wire::dram::DramLimit;
 use tiermgr_wire::size::{PathAndSize, Size};
 
 /// Runs programs with more memory than DRAM holds, and shows what the daemon does
@@ -114,16 +115,17 @@ Environment:
   TIERMGR_DAEMON    tiermgrd, where it is neither beside tiermgrctl nor in PATH
   TIERMGR_PRELOAD   libtiermgr_preload.so, where it is neither beside tiermgrctl nor in ../lib")]
 pub(crate) struct RunArgs {
-    /// DRAM for CMD's managed allocations and the private daemon together
+    /// DRAM for CMD's managed allocations and the private daemon together: a size, or a share such as 50%
     ///
     /// [default: half of the available memory; in a memory cgroup three quarters of what is left of its
     /// limit, if that is less]
     #[arg(long, value_name = "SIZE")]
-    pub(crate) dram: Option<Size>,
+    pub(crate) dram: Option<DramLimit>,
 
-    /// Where to park what does not fit: a file, or a block device whose content is lost
+    /// Where to park what does not fit: a file or a block device
     ///
-    /// A file that is not there yet is made and given all of its size at once. Without SIZE that is twice the
+    /// What is in it is lost if it is a store of an earlier run. Anything else that is not blank is refused,
+    /// and stays as it is: a file must be empty or hold zeros alone, a device in its first and last MiB. A file that is not there yet is made and given all of its size at once. Without SIZE that is twice the
     /// machine's memory, but at most 64 GiB and half of what is free on the disk; a device, and a file that
     /// is there, are used whole.
     #[arg(long, value_name = "PATH[:SIZE]")]
@@ -138,6 +140,9 @@ pub(crate) struct RunArgs {
     pub(crate) report: Option<PathBuf>,
 
     /// Let managed allocations fail where a program cannot attach (sets TIERMGR_REQUIRE=1)
+    ///
+    /// CMD is not started at all if it is statically linked or changes its user when it starts: the allocator
+    /// cannot be preloaded into such programs. Without this option tiermgrctl only warns of them.
     #[arg(long)]
     pub(crate) require: bool,
 
@@ -157,12 +162,9 @@ pub(crate) struct RunArgs {
     pub(crate) assume_missing: Vec<String>,
 
     /// Program and its arguments
-    #[arg(
-        trailing_var_arg = true,
-        allow_hyphen_values = true,
-        required = true,
-        value_name = "CMD"
-    )]
+    // No option of ours may be taken for the program: what begins with a hyphen belongs to it only behind
+    // its name, or behind `--`.
+    #[arg(trailing_var_arg = true, required = true, value_name = "CMD")]
     pub(crate) command: Vec<OsString>,
 }
 
@@ -206,9 +208,9 @@ Examples:
   sudo tiermgrctl doctor --nvme /dev/nvme1n1
   tiermgrctl doctor --json | jq '.findings[] | select(.state != \"ok\")'")]
 pub(crate) struct DoctorArgs {
-    /// Also check whether PATH can hold a store; nothing in it is changed
-    #[arg(long, value_name = "PATH")]
-    pub(crate) nvme: Option<PathBuf>,
+    /// Also check whether `run --nvme` would take this; nothing in it is changed
+    #[arg(long, value_name = "PATH[:SIZE]")]
+    pub(crate) nvme: Option<PathAndSize>,
 
     /// Print JSON
     #[arg(long)]
@@ -254,7 +256,7 @@ mod tests {
             let args =
                 [&["--dram", "1G"], separator, &["prog", "--dram", "2G", "--", "-x"]].concat();
             let args = run_args(&args).unwrap();
-            assert_eq!(args.dram, Some(Size(1 << 30)));
+            assert_eq!(args.dram, Some(DramLimit::Bytes(Size(1 << 30))));
             assert_eq!(args.command, ["prog", "--dram", "2G", "--", "-x"]);
         }
     }
@@ -267,6 +269,20 @@ mod tests {
         let args = run_args(&["--nvme", "/dev/nvme0n1:64G", "--class", "bulk", "--", "x"]).unwrap();
         assert_eq!(args.nvme.unwrap().size, Some(Size(64 << 30)));
         assert_eq!(args.class, Class::Bulk);
+        let args = run_args(&["--dram", "50%", "--", "x"]).unwrap();
+        assert_eq!(args.dram, Some(DramLimit::Percent(50)));
+        assert!(run_args(&["--nvme", "", "--", "x"]).unwrap_err().contains("no file or device"));
+    }
+
+    #[test]
+    fn a_mistyped_option_is_not_the_program() {
+        for separator in [&["--"][..], &[]] {
+            let args = [&["--drma", "1G"], separator, &["true"]].concat();
+            let error = run_args(&args).unwrap_err();
+            assert!(error.contains("'--drma'") && error.contains("'--dram'"), "{error}");
+        }
+        assert!(run_args(&["-x", "true"]).is_err());
+        assert_eq!(run_args(&["--", "-x"]).unwrap().command, ["-x"]);
     }
 
     #[test]

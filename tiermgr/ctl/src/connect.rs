@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tiermgr_sys::sock::Stream;
@@ -21,17 +22,19 @@ const PAGES_MAX: u32 = 4096;
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ConnectError {
     /// Nobody listens.
-    #[error(
-        "no daemon answers at {}; start it with `systemctl start tiermgrd`, or give its socket with \
-         --socket",
-        path.display()
-    )]
+    #[error("no daemon answers at {}; {}, or give its socket with --socket", path.display(), how_to_start())]
     Absent {
         /// Where.
         path: PathBuf,
         /// Why.
         #[source]
         source: io::Error,
+    },
+    /// What was named is something else.
+    #[error("{} is not a socket; give that of the daemon with --socket", path.display())]
+    NotASocket {
+        /// Where.
+        path: PathBuf,
     },
     /// The socket is not for this user.
     #[error(
@@ -60,6 +63,15 @@ pub(crate) enum ConnectError {
     Unexpected(String),
 }
 
+/// How a daemon for the whole machine is started on this machine.
+pub(crate) fn how_to_start() -> &'static str {
+    if Path::new("/run/systemd/system").exists() {
+        "start it with `systemctl start tiermgrd`"
+    } else {
+        "start `tiermgrd` as root"
+    }
+}
+
 /// An open control connection.
 #[derive(Debug)]
 pub(crate) struct Link {
@@ -72,7 +84,9 @@ impl Link {
         let path = socket.unwrap_or(Path::new(DEFAULT_SOCKET));
         let stream = Stream::connect(path).map_err(|source| {
             let path = path.to_owned();
-            if source.kind() == io::ErrorKind::PermissionDenied {
+            if path.metadata().is_ok_and(|facts| !facts.file_type().is_socket()) {
+                ConnectError::NotASocket { path }
+            } else if source.kind() == io::ErrorKind::PermissionDenied {
                 ConnectError::Forbidden { path, source }
             } else {
                 ConnectError::Absent { path, source }

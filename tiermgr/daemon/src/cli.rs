@@ -30,6 +30,10 @@ pub struct Cli {
     #[arg(long, value_name = "FILE", conflicts_with = "config")]
     pub check_config: Option<PathBuf>,
 
+    /// Check whether a daemon would take PATH as its store, and end; nothing of it is changed
+    #[arg(long, value_name = "PATH[:SIZE]", conflicts_with_all = ["config", "check_config"])]
+    pub check_store: Option<PathAndSize>,
+
     /// Be a private daemon, as `tiermgrctl run` starts it: no configuration is read; it also ends when
     /// its maker and all programs have gone, and removes socket, state and the store that it made
     #[arg(long, requires_all = ["socket", "state_dir", "dram", "store"])]
@@ -47,7 +51,8 @@ pub struct Cli {
     #[arg(long, value_name = "SIZE")]
     pub dram: Option<DramLimit>,
 
-    /// Store, instead of the configured one; a file is made if it does not exist
+    /// Store, instead of the configured one; a file is made if it does not exist, and one that exists is
+    /// taken if it is a store or blank
     #[arg(long, value_name = "PATH[:SIZE]")]
     pub store: Option<PathAndSize>,
 
@@ -58,6 +63,10 @@ pub struct Cli {
     /// Least severe message that is logged: error, warn, info, debug or trace
     #[arg(long, value_name = "LEVEL")]
     pub log_level: Option<LogLevel>,
+
+    /// Folder that a private daemon removes at its end if it is empty (may be repeated)
+    #[arg(long, value_name = "DIR", requires = "embedded", hide = true)]
+    pub remove_dir: Vec<PathBuf>,
 
     /// Descriptor to write one line to: "ready", or why the daemon cannot start
     #[arg(long, value_name = "N")]
@@ -102,7 +111,8 @@ impl Cli {
             config.log_level = level;
         }
         config.assume_missing.extend_from_slice(&self.assume_missing);
-        config.check()?;
+        // The file's own values were checked when it was read.
+        config.check().map_err(ConfigError::of_command_line)?;
         Ok(config)
     }
 }
@@ -129,12 +139,19 @@ mod tests {
         let full = ["--embedded", "--socket", "/s", "--state-dir", "/d", "--dram", "256MiB"];
         assert!(settings(&full).unwrap_err().contains("--store"));
         let mut args = full.to_vec();
-        args.extend(["--store", "/x:1G", "--assume-missing", "move", "--assume-missing", "poison"]);
+        args.extend([
+            "--store",
+            "/x:1G",
+            "--assume-missing",
+            "uffd_move",
+            "--assume-missing",
+            "uffd_poison",
+        ]);
         let config = settings(&args).unwrap();
         assert_eq!(config.socket, PathBuf::from("/s"));
         assert_eq!(config.dram, DramLimit::Bytes(Size(256 << 20)));
         assert_eq!(config.store.size, StoreSize::Bytes(Size(1 << 30)));
-        assert_eq!(config.assume_missing, ["move", "poison"]);
+        assert_eq!(config.assume_missing, ["uffd_move", "uffd_poison"]);
         assert_eq!(config.socket_mode, SocketMode(0o600));
         args.extend(["--config", "/etc/x"]);
         assert!(settings(&args).unwrap_err().contains("cannot be used with"));
@@ -143,10 +160,14 @@ mod tests {
     #[test]
     fn what_the_command_line_says_is_checked_like_the_file() {
         let args = ["--config", "/dev/null", "--dram", "1MiB"];
-        assert!(settings(&args).unwrap_err().contains("`dram`"));
+        assert!(settings(&args).unwrap_err().contains("`--dram`"));
         assert!(
             settings(&["--config", "/dev/null", "--socket", "s"]).unwrap_err().contains("absolute")
         );
         assert!(settings(&["--config", "/dev/null", "--store", "/x:1Q"]).is_err());
+        let small = settings(&["--config", "/dev/null", "--store", "/x:1M"]).unwrap_err();
+        assert_eq!(small, "`--store`: 1MiB is less than 16MiB");
+        let unknown = settings(&["--config", "/dev/null", "--assume-missing", "swap"]).unwrap_err();
+        assert!(unknown.contains("`--assume-missing`") && unknown.contains("uffd_move"));
     }
 }

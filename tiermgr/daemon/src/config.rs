@@ -9,8 +9,10 @@ use std::fmt::Write as _;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use tiermgr_sys::probe::KernelFeatures;
+pub use tiermgr_wire::dram::DramLimit;
 use tiermgr_wire::size::Size;
-use tiermgr_wire::{DEFAULT_SOCKET, DRAM_BYTES_MIN};
+use tiermgr_wire::{DEFAULT_SOCKET, DRAM_BYTES_MIN, STORE_BYTES_MIN};
 
 /// Where the configuration is looked for when no file is named.
 pub const DEFAULT_PATH: &str = "/etc/tiermgr/tiermgrd.toml";
@@ -19,9 +21,6 @@ pub const DEFAULT_PATH: &str = "/etc/tiermgr/tiermgrd.toml";
 pub const LIMBO_BYTES_MIN: u64 = 8 << 20;
 /// Most limbo of one process.
 pub const LIMBO_BYTES_MAX: u64 = 1 << 30;
-/// Least size of a store.
-pub const STORE_BYTES_MIN: u64 = 16 << 20;
-
 const CHUNK_BYTES: u64 = tiermgr_core::units::CHUNK_BYTES;
 
 /// All settings, with their defaults filled in.
@@ -122,6 +121,31 @@ pub enum ConfigError {
         /// What is wrong and what would be right.
         reason: String,
     },
+    /// The same of a value that stood on the command line.
+    #[error("`{option}`: {reason}")]
+    Option {
+        /// The option.
+        option: &'static str,
+        /// What is wrong and what would be right.
+        reason: String,
+    },
+}
+
+impl ConfigError {
+    /// The same for a value that came from the command line.
+    #[must_use]
+    pub fn of_command_line(self) -> Self {
+        let Self::Value { key, reason } = self else { return self };
+        let option = match key {
+            "socket" => "--socket",
+            "state_dir" => "--state-dir",
+            "dram" => "--dram",
+            "store.path" | "store.size" => "--store",
+            "assume_missing" => "--assume-missing",
+            _ => return Self::Value { key, reason },
+        };
+        Self::Option { option, reason }
+    }
 }
 
 impl Config {
@@ -191,6 +215,15 @@ impl Config {
         {
             return wrong("store.size", format!("{size} is less than {}", Size(STORE_BYTES_MIN)));
         }
+        if let Some(name) =
+            self.assume_missing.iter().find(|name| !KernelFeatures::NAMES.contains(&name.as_str()))
+        {
+            let known = KernelFeatures::NAMES.join(", ");
+            return wrong(
+                "assume_missing",
+                format!("no kernel feature is named `{name}`; the names are {known}"),
+            );
+        }
         if self.connections_per_uid == 0 {
             return wrong("connections_per_uid", "0 would let nobody connect".into());
         }
@@ -230,7 +263,7 @@ impl Config {
             "DRAM that all programs together may have, the daemon's own memory included: a size, or a\n\
              share of the machine's memory such as \"50%\".",
             "dram",
-            quoted(&self.dram.text()),
+            quoted(&self.dram.to_string()),
         );
         entry(
             "Limbo of each process: pages wait there between leaving their place and being written out,\n\
@@ -361,50 +394,6 @@ impl FromStr for SocketMode {
 
 as_text!(SocketMode, "a permission in octal such as \"0660\"");
 
-/// How much DRAM programs may have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DramLimit {
-    /// A share of the machine's memory.
-    Percent(u8),
-    /// So many bytes.
-    Bytes(Size),
-}
-
-impl DramLimit {
-    fn text(self) -> String {
-        match self {
-            Self::Percent(percent) => format!("{percent}%"),
-            Self::Bytes(size) => size.to_string(),
-        }
-    }
-
-    /// The limit on a machine with `total_bytes` of memory.
-    #[must_use]
-    pub const fn bytes(self, total_bytes: u64) -> u64 {
-        match self {
-            // Divided first: a machine's memory is large enough for that not to matter.
-            Self::Percent(percent) => total_bytes / 100 * percent as u64,
-            Self::Bytes(size) => size.0,
-        }
-    }
-}
-
-impl FromStr for DramLimit {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text.trim().strip_suffix('%') {
-            Some(percent) => match percent.parse() {
-                Ok(percent @ 1..=95) => Ok(Self::Percent(percent)),
-                _ => Err("a share is from 1% to 95%".into()),
-            },
-            None => text.parse().map(Self::Bytes).map_err(|error| error.to_string()),
-        }
-    }
-}
-
-as_text!(DramLimit, "a size or a share of the memory");
-
 /// How much of the store may be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StoreSize {
@@ -488,5 +477,6 @@ impl FromStr for LogLevel {
 
 as_text!(LogLevel, "one of error, warn, info, debug, trace");
 
+pub mod machine;
 #[cfg(test)]
 mod tests;

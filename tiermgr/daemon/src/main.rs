@@ -8,16 +8,20 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use std::ffi::OsStr;
 use std::io::{self, Write};
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::time::Duration;
 use tiermgr_daemon::cli::Cli;
 use tiermgr_daemon::config::Config;
 use tiermgr_daemon::daemon::{self, Identity, Watched};
 use tiermgr_daemon::keeper::{self, Call, Outcome};
+use tiermgr_daemon::notify::Maker;
+use tiermgr_daemon::start::StartError;
 use tiermgr_daemon::{exit, log, notify, start};
+use tiermgr_engine::store::{self, Fit};
 use tiermgr_sys::{pidfd, process};
 use tiermgr_wire::chain;
+use tiermgr_wire::size::{PathAndSize, Size};
 
 /// How long the end waits for a reader of the log.
 const LAST_WORDS: Duration = Duration::from_secs(1);
@@ -32,17 +36,21 @@ fn run(cli: &Cli) -> u8 {
         return print(&Config::default().render());
     }
     if let Some(path) = &cli.check_config {
-        return match Config::load(Some(path)) {
-            Ok(config) => print(&config.render()),
-            Err(error) => complain(&chain(&error), exit::USAGE),
-        };
+        return check_config(path);
+    }
+    if let Some(store) = &cli.check_store {
+        return check_store(store);
     }
     let config = match cli.settings() {
         Ok(config) => config,
         Err(error) => {
             let text = chain(&error);
-            tell_maker(cli, &text);
-            return complain(&text, exit::USAGE);
+            // Who was told shows it to whoever is there to read.
+            return if tell(maker(cli).unwrap_or(None), &text) {
+                exit::USAGE
+            } else {
+                complain(&text, exit::USAGE)
+            };
         }
     };
     if let Some(error) = shed_preloads() {
@@ -76,6 +84,15 @@ fn serve(cli: &Cli, config: &Config, call: Call) -> u8 {
     if let Err(error) = log::begin_thread() {
         tracing::warn!(%error, "starting the thread of the log");
     }
+    // Only the first serving process is waited for.
+    let maker = match if call.restarts == 0 { maker(cli) } else { Ok(None) } {
+        Ok(maker) => maker,
+        Err(error) => {
+            let text =
+                start::explain(&StartError::Kernel("opening the descriptor of --ready-fd", error));
+            return complain(&text, exit::START);
+        }
+    };
     let identity = Identity {
         keeper_pid: call.keeper_pid,
         restarts: call.restarts,
@@ -93,18 +110,14 @@ fn serve(cli: &Cli, config: &Config, call: Call) -> u8 {
     let (daemon, listener) = match start::start(config, identity) {
         Ok(started) => started,
         Err(error) => {
-            let text = chain(&error);
-            if call.restarts == 0 && cli.ready_fd.is_some() {
-                tell_maker(cli, &text);
-            } else {
+            let text = start::explain(&error);
+            if !tell(maker, &text) {
                 tracing::error!("cannot start: {text}");
             }
             return exit::START;
         }
     };
-    if call.restarts == 0 {
-        tell_maker(cli, "ready");
-    }
+    tell(maker, "ready");
     tell_service_manager("READY=1");
     let result = daemon::serve(&daemon, &listener, &signals, watched);
     tell_service_manager("STOPPING=1");
@@ -140,11 +153,44 @@ fn shed_preloads() -> Option<io::Error> {
     })
 }
 
-fn tell_maker(cli: &Cli, line: &str) {
-    if let Some(fd) = cli.ready_fd
-        && let Err(error) = notify::ready_fd(fd, line)
-    {
-        tracing::warn!(fd, %error, "writing to the descriptor of --ready-fd");
+fn maker(cli: &Cli) -> io::Result<Option<Maker>> {
+    cli.ready_fd.map(Maker::open).transpose()
+}
+
+/// Whether there is somebody, who knows now.
+fn tell(maker: Option<Maker>, line: &str) -> bool {
+    let Some(maker) = maker else { return false };
+    let told = maker.tell(line);
+    if let Err(error) = &told {
+        tracing::warn!(%error, "writing to the descriptor of --ready-fd");
+    }
+    told.is_ok()
+}
+
+fn check_config(path: &Path) -> u8 {
+    let checked = Config::load(Some(path)).and_then(|config| Ok((config.check_machine()?, config)));
+    match checked {
+        Ok((warnings, config)) => {
+            for warning in warnings {
+                complain(&format!("warning: {warning}"), exit::OK);
+            }
+            print(&config.render())
+        }
+        Err(error) => complain(&chain(&error), exit::USAGE),
+    }
+}
+
+fn check_store(store: &PathAndSize) -> u8 {
+    let path = store.path.display();
+    match store::check(&store.path, store.size.map(|size| size.0), true) {
+        Ok(Fit::Absent) => print(&format!("{path} can be made\n")),
+        Ok(Fit::Blank { bytes }) => {
+            print(&format!("{path} is blank and has {}\n", Size(bytes).rounded()))
+        }
+        Ok(Fit::Store { bytes }) => {
+            print(&format!("{path} is a store of {}\n", Size(bytes).rounded()))
+        }
+        Err(error) => complain(&chain(&error), exit::START),
     }
 }
 
@@ -159,15 +205,17 @@ fn tell_service_manager(state: &str) {
 struct Leavings<'a> {
     config: &'a Config,
     embedded: bool,
+    folders: &'a [PathBuf],
     state_is_new: bool,
     store_is_new: bool,
 }
 
 impl<'a> Leavings<'a> {
-    fn expected(cli: &Cli, config: &'a Config) -> Self {
+    fn expected(cli: &'a Cli, config: &'a Config) -> Self {
         Self {
             config,
             embedded: cli.embedded,
+            folders: &cli.remove_dir,
             state_is_new: !config.state_dir.exists(),
             store_is_new: !config.store.path.exists(),
         }
@@ -187,15 +235,19 @@ impl<'a> Leavings<'a> {
         if self.store_is_new {
             remove(&self.config.store.path, |path| std::fs::remove_file(path));
         }
-        if served && let Some(folder) = self.config.socket.parent() {
-            // It is the maker's, and goes with us unless there is something else in it.
-            drop(std::fs::remove_dir(folder));
+        if served {
+            for folder in self.folders {
+                // They are the maker's, and go with us unless there is something else in them.
+                drop(std::fs::remove_dir(folder));
+            }
         }
     }
 }
 
 fn remove(path: &Path, how: impl FnOnce(&Path) -> io::Result<()>) {
-    if let Err(error) = how(path)
+    // A read-only file system refuses also what is not there.
+    if path.symlink_metadata().is_ok()
+        && let Err(error) = how(path)
         && error.kind() != io::ErrorKind::NotFound
     {
         tracing::warn!(path = %path.display(), %error, "removing");

@@ -1,18 +1,32 @@
 //! Tells whoever started the daemon that it is ready, or why it is not.
 
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 
-/// Writes a line to descriptor `fd` (`--ready-fd`): `ready`, or the reason.
-///
-/// # Errors
-/// Where there is no such descriptor or its reader has gone.
-pub fn ready_fd(fd: i32, line: &str) -> io::Result<()> {
-    // Opening it anew needs no claim to own the number.
-    let mut file = OpenOptions::new().append(true).open(format!("/proc/self/fd/{fd}"))?;
-    file.write_all(format!("{}\n", line.replace('\n', " ")).as_bytes())
+/// Whoever waits for one line: `ready`, or the reason against it.
+#[derive(Debug)]
+pub struct Maker(File);
+
+impl Maker {
+    /// Opens descriptor `fd` (`--ready-fd`). To be done early: a start may fail for want of descriptors, and
+    /// that has to be said too.
+    ///
+    /// # Errors
+    /// Where there is no such descriptor, or none left for this.
+    pub fn open(fd: i32) -> io::Result<Self> {
+        // Opening it anew needs no claim to own the number.
+        OpenOptions::new().append(true).open(format!("/proc/self/fd/{fd}")).map(Self)
+    }
+
+    /// Says it.
+    ///
+    /// # Errors
+    /// Where nobody reads.
+    pub fn tell(mut self, line: &str) -> io::Result<()> {
+        self.0.write_all(format!("{}\n", line.replace('\n', " ")).as_bytes())
+    }
 }
 
 /// Sends `state` to the service manager, where there is one (`NOTIFY_SOCKET`).

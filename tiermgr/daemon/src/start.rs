@@ -4,12 +4,13 @@
 //! here (the store with its lock above all) is closed by the keeper when the serving process dies.
 
 use crate::admit::{Admission, CONNECTIONS_MAX};
-use crate::config::{Config, LIMBO_BYTES_MIN, StoreSize};
+use crate::config::machine::{is_on_tmpfs, not_on_tmpfs};
+use crate::config::{Config, ConfigError, LIMBO_BYTES_MIN};
 use crate::daemon::{Daemon, Identity};
 use crate::families::{Families, Shared, own_resident_bytes};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
-use nix::sys::statfs;
+use nix::sys::resource::{Resource, getrlimit};
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
@@ -24,12 +25,14 @@ use tiermgr_sys::probe::{KernelFeatures, ProbeError};
 use tiermgr_sys::sock::Listener;
 use tiermgr_sys::uffd::{DeviceError, DeviceFd};
 use tiermgr_sys::{disk, pidfd, proc, process};
-use tiermgr_wire::DRAM_BYTES_MIN;
 use tiermgr_wire::size::Size;
+use tiermgr_wire::{DRAM_BYTES_MIN, chain};
 
 /// Each process of a family costs up to four descriptors; forks are bounded by what there is, since a
 /// FORK event that finds no free descriptor comes back for ever.
 const OPEN_FILES_WANTED: u64 = 1 << 20;
+/// Below this not even a start is sure to succeed, and what fails may not be the descriptor itself.
+const OPEN_FILES_LEAST: u64 = 64;
 /// Below this, many clients with many children may not fit.
 const OPEN_FILES_ENOUGH: u64 = 1 << 14;
 /// What the first family will take for staging, rounded up: kept back before anybody asks.
@@ -96,10 +99,7 @@ pub enum StartError {
     #[error(transparent)]
     Store(#[from] store::StoreError),
     /// The socket.
-    #[error(
-        "listening on {} (is another tiermgrd running? is the folder writable?)",
-        path.display()
-    )]
+    #[error("listening on {}{}", path.display(), guess(source))]
     Listen {
         /// Where.
         path: PathBuf,
@@ -107,21 +107,61 @@ pub enum StartError {
         #[source]
         source: io::Error,
     },
-    /// The socket's group.
-    #[error("there is no group `{0}` (`socket_group` in the configuration; make it with groupadd)")]
-    Group(String),
+    /// What the configuration names is not there.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
     /// A descriptor or a signal.
     #[error("{0}")]
     Kernel(&'static str, #[source] io::Error),
 }
 
 /// How long writes of a dead daemon may take to land.
-const STORE_WAIT: Duration = Duration::from_secs(60);
+const STORE_WAIT_FOR_DEAD: Duration = Duration::from_secs(60);
+const STORE_WAIT_FOR_UNKNOWN: Duration = Duration::from_secs(3);
+const STORE_WAIT_FOR_LIVING: Duration = Duration::from_millis(500);
 const STORE_LOOK_EVERY: Duration = Duration::from_millis(5);
 /// Who holds a lock on this file of the state directory uses the directory.
 const LOCK_NAME: &str = "lock";
 /// Which boot the state directory is of.
 const BOOT_NAME: &str = "boot";
+
+/// What is probably wrong where the daemon cannot listen.
+fn guess(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::AddrInUse => " (is another tiermgrd running?)",
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+            " (is the folder writable?)"
+        }
+        _ => "",
+    }
+}
+
+/// An error with its causes, and with what to do where it is for want of descriptors, which may show
+/// wherever the daemon opens something.
+#[must_use]
+pub fn explain(error: &StartError) -> String {
+    let text = chain(error);
+    let limit = getrlimit(Resource::RLIMIT_NOFILE).map_or(u64::MAX, |(soft, _)| soft);
+    if !(limit < OPEN_FILES_LEAST || is_for_want_of_files(error)) {
+        return text;
+    }
+    format!(
+        "{text}; only {limit} open files are allowed, and the daemon needs more: raise LimitNOFILE in its \
+         service, or `ulimit -n`"
+    )
+}
+
+fn is_for_want_of_files(error: &StartError) -> bool {
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = cause {
+        let errno = error.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error);
+        if errno == Some(Errno::EMFILE as i32) {
+            return true;
+        }
+        cause = error.source();
+    }
+    false
+}
 
 /// Prepares the process, opens everything and listens.
 ///
@@ -139,15 +179,12 @@ pub fn start(config: &Config, identity: Identity) -> Result<(Arc<Daemon>, Listen
             least: Size(DRAM_BYTES_MIN),
         });
     }
-    if dram_bytes > machine_bytes {
-        let text = format!(
-            "a DRAM limit of {} is more than the machine has ({}): nothing will ever be parked",
-            Size(dram_bytes),
-            Size(machine_bytes)
-        );
+    if let Some(text) = config.beyond_the_machine(machine_bytes) {
         tracing::warn!("{text}");
         warnings.push(text);
     }
+    // Before anything is made that a refusal would leave behind.
+    let group = config.group_id()?;
     let state_lock = prepare_state_dir(&config.state_dir, identity, &mut warnings)?;
     let device = DeviceFd::open()?;
     let features = KernelFeatures::probe(&config.assume_missing)?;
@@ -182,7 +219,7 @@ pub fn start(config: &Config, identity: Identity) -> Result<(Arc<Daemon>, Listen
     let admission = Admission::new(config.connections_per_uid, CONNECTIONS_MAX);
     let daemon = Daemon::new(identity, families, device, admission, state_lock, warnings)
         .map_err(|error| StartError::Kernel("making an eventfd", error))?;
-    let listener = listen(config)?;
+    let listener = listen(config, group)?;
     tracing::info!(
         socket = %config.socket.display(),
         dram = %Size(dram_bytes),
@@ -226,21 +263,17 @@ fn limbo_bytes(wanted: u64, dram_bytes: u64) -> u64 {
 }
 
 fn open_store(config: &Config, identity: Identity) -> Result<Arc<Store>, StartError> {
-    let size_bytes = match config.store.size {
-        StoreSize::All => None,
-        StoreSize::Bytes(size) => Some(size.0),
-    };
     let settings = StoreConfig {
         path: config.store.path.clone(),
-        size_bytes,
+        size_bytes: config.store.size_bytes(),
         create: config.store.create,
         state_dir: config.state_dir.clone(),
     };
-    let deadline = Instant::now() + STORE_WAIT;
+    let began = Instant::now();
     loop {
         match Store::open(&settings) {
             Err(store::StoreError::Open(disk::StoreError::Locked { pid, .. }))
-                if is_dead(pid, identity) && Instant::now() < deadline =>
+                if began.elapsed() < patience_with(pid, identity) =>
             {
                 thread::sleep(STORE_LOOK_EVERY);
             }
@@ -249,12 +282,15 @@ fn open_store(config: &Config, identity: Identity) -> Result<Arc<Store>, StartEr
     }
 }
 
-/// Whether the holder of the store's lock is a daemon that died: its writes may land for seconds, and
-/// must have landed before a slot of theirs is used again.
-fn is_dead(holder: Option<i32>, identity: Identity) -> bool {
+/// How long to wait for whoever has the store. A daemon that died may have writes under way for seconds,
+/// which must have landed before a slot of theirs is used again. One that has ended keeps the lock until
+/// the kernel has taken its rings down; by then it may be without a number, or the lock be free before its
+/// holder was looked up. One that lives may be about to end, or only be looking.
+fn patience_with(holder: Option<i32>, identity: Identity) -> Duration {
     match holder {
-        Some(pid) => !Path::new("/proc").join(pid.to_string()).exists(),
-        None => identity.restarts > 0,
+        Some(pid) if process::is_running(pid) => STORE_WAIT_FOR_LIVING,
+        None if identity.restarts == 0 => STORE_WAIT_FOR_UNKNOWN,
+        Some(_) | None => STORE_WAIT_FOR_DEAD,
     }
 }
 
@@ -290,12 +326,8 @@ fn prepare_state_dir(
             wanted: identity.uid,
         });
     }
-    if statfs::statfs(path).is_ok_and(|fs| fs.filesystem_type() != statfs::TMPFS_MAGIC) {
-        let text = format!(
-            "the state directory {} is not on a tmpfs: keeping records there is slow, and wears the \
-             disk",
-            path.display()
-        );
+    if !is_on_tmpfs(path) {
+        let text = not_on_tmpfs(path);
         tracing::warn!("{text}");
         warnings.push(text);
     }
@@ -350,25 +382,17 @@ fn forget_earlier_boot(path: &Path) -> io::Result<()> {
     fs::write(&name, current)
 }
 
-fn listen(config: &Config) -> Result<Listener, StartError> {
+fn listen(config: &Config, group: Option<u32>) -> Result<Listener, StartError> {
     let path = &config.socket;
     let fail = |source| StartError::Listen { path: path.clone(), source };
     if let Some(folder) = path.parent() {
         fs::DirBuilder::new().recursive(true).mode(0o755).create(folder).map_err(fail)?;
     }
-    let group = match config.socket_group.as_str() {
-        "" => None,
-        name => Some(
-            nix::unistd::Group::from_name(name)
-                .map_err(|error| fail(error.into()))?
-                .ok_or_else(|| StartError::Group(name.to_owned()))?,
-        ),
-    };
     // Opened to others only once its group is right.
     let first_mode = if group.is_some() { 0o600 } else { config.socket_mode.0 };
     let listener = Listener::bind(path, first_mode).map_err(fail)?;
     if let Some(group) = group {
-        std::os::unix::fs::chown(path, None, Some(group.gid.as_raw())).map_err(fail)?;
+        std::os::unix::fs::chown(path, None, Some(group)).map_err(fail)?;
         fs::set_permissions(path, fs::Permissions::from_mode(config.socket_mode.0))
             .map_err(fail)?;
     }

@@ -39,6 +39,8 @@ use tiermgr_wire::hello::Class;
 
 /// Least time that pages rest in limbo while room is not short: as long as a program takes to come
 /// back to what it has just left, and short against a phase of a program.
+/// What is promised to be all that a program and its daemon may take beyond their limit; see `promises.md`.
+const BEYOND_BYTES_ALLOWED: u64 = 16 << 20;
 const PROBATION_NS: u64 = 200_000_000;
 /// The same on a kernel that cannot move pages. There it is the only guard against a device that was
 /// writing into a page before the page was write-protected, so nothing shortens it.
@@ -590,12 +592,18 @@ fn serve(begin: Begin, ended: &Ended, ready: &SyncSender<Result<(), EngineError>
     let stats = family_stats(&driver.manager, ended.page_bytes);
     *ended.last_stats.lock().unwrap_or_else(PoisonError::into_inner) = stats;
     let beyond = driver.manager.stats().overcommitted_faults;
-    if beyond > 0 {
+    // Each brought one extent at most, and gave it up again as soon as something could be parked.
+    let most_bytes = beyond.saturating_mul(EXTENT_BYTES);
+    if most_bytes > BEYOND_BYTES_ALLOWED {
         tracing::warn!(
             family = ended.family,
             faults = beyond,
-            "faults were served beyond the limit because nothing could be parked"
+            most_mib = most_bytes >> 20,
+            "the program went beyond its limit for a while, by no more than most_mib: nothing else of \
+             it could be parked (see `Limits hold` in promises.md)"
         );
+    } else if beyond > 0 {
+        tracing::debug!(family = ended.family, faults = beyond, "served beyond the limit");
     }
     if driver.host.is_empty() {
         drop(driver);

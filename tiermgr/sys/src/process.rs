@@ -83,6 +83,17 @@ pub fn monotonic_ns() -> u64 {
     time.tv_sec.cast_unsigned() * 1_000_000_000 + time.tv_nsec.cast_unsigned()
 }
 
+/// Whether a process is there and has not ended: one that nobody has waited for yet is not running.
+pub fn is_running(pid: i32) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| is_alive(&stat))
+}
+
+/// The state of a process stands behind its name, which may hold anything.
+fn is_alive(stat: &str) -> bool {
+    let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
+    !matches!(state, None | Some('Z' | 'X'))
+}
+
 /// Whether the effective user is root.
 pub fn is_root() -> bool {
     // SAFETY: takes nothing and cannot fail.
@@ -107,6 +118,15 @@ fn check(rc: i32) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn who_has_ended_is_not_running() {
+        assert!(is_running(std::process::id().cast_signed()));
+        assert!(!is_running(i32::MAX));
+        assert!(is_alive("7 (a ) Z) S 1 7"));
+        assert!(!is_alive("7 (a ) S) Z 1 7"));
+        assert!(!is_alive("7 (a"));
+    }
 
     #[test]
     fn the_page_size_is_a_power_of_two() {

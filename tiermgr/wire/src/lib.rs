@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 pub mod control;
+pub mod dram;
 pub mod hello;
 pub mod reply;
 pub mod request;
@@ -25,6 +26,9 @@ pub const DEFAULT_SOCKET: &str = "/run/tiermgr/tiermgrd.sock";
 /// Least DRAM that a daemon can be given: below, the staging buffers of the first family would leave
 /// nothing to work with.
 pub const DRAM_BYTES_MIN: u64 = 32 << 20;
+
+/// Least size that a store can be asked to have: below, its first families would leave nothing to others.
+pub const STORE_BYTES_MIN: u64 = 16 << 20;
 
 /// Largest packet, in bytes. Longer lists are asked for page by page.
 pub const PACKET_BYTES_MAX: usize = 64 << 10;

@@ -39,6 +39,9 @@ pub enum SizeError {
         /// The part that was not understood.
         unit: String,
     },
+    /// No path before the size.
+    #[error("`{0}` names no file or device; write PATH or PATH:SIZE")]
+    NoPath(String),
     /// More than 2^64 bytes.
     #[error("`{0}` is more bytes than a 64-bit number holds")]
     TooLarge(String),
@@ -160,7 +163,7 @@ impl FromStr for PathAndSize {
 
     fn from_str(text: &str) -> Result<Self, SizeError> {
         if text.is_empty() || text.starts_with(':') {
-            return Err(SizeError::NotASize(text.to_owned()));
+            return Err(SizeError::NoPath(text.to_owned()));
         }
         if let Some((path, size)) = text.rsplit_once(':') {
             match size.parse() {
@@ -169,7 +172,7 @@ impl FromStr for PathAndSize {
                 Err(error @ (SizeError::Unit { .. } | SizeError::TooLarge(_))) => {
                     return Err(error);
                 }
-                Err(SizeError::NotASize(_)) => {}
+                Err(SizeError::NotASize(_) | SizeError::NoPath(_)) => {}
             }
         }
         Ok(Self { path: text.into(), size: None })
@@ -246,7 +249,7 @@ mod tests {
         assert_eq!(parse("/a:b/c"), expect("/a:b/c", None));
         assert_eq!(parse("/a:1G:64G"), expect("/a:1G", Some(64 << 30)));
         assert!(parse("/a/b:64X").is_err());
-        assert!(parse("").is_err());
-        assert!(parse(":64G").is_err());
+        assert!(matches!(parse(""), Err(SizeError::NoPath(_))));
+        assert!(matches!(parse(":64G"), Err(SizeError::NoPath(_))));
     }
 }

@@ -71,11 +71,13 @@ struct Report {
 /// Looks and prints. `true` if tiermgr can work here.
 pub(crate) fn run(socket: Option<&Path>, args: &DoctorArgs) -> Result<bool, VerbError> {
     let mut findings = checks::machine();
-    if let Some(path) = &args.nvme {
-        findings.extend(store::check(path));
+    if let Some(named) = &args.nvme {
+        findings.push(store::check(named));
     }
     findings.extend(checks::installation(socket));
-    spare_users(&mut findings);
+    if !nix::unistd::geteuid().is_root() {
+        spare_users(&mut findings);
+    }
     let ok = findings.iter().all(|finding| finding.state != State::Fail);
     let report = Report { ok, findings };
     if args.json {
@@ -86,14 +88,21 @@ pub(crate) fn run(socket: Option<&Path>, args: &DoctorArgs) -> Result<bool, Verb
     Ok(ok)
 }
 
-/// Programs of a daemon that serves need no right to userfaultfd.
+/// Programs of a system's daemon need no rights. What a user cannot do alone is a failure only where there is
+/// no such daemon, and then it is that which fails.
 fn spare_users(findings: &mut [Finding]) {
-    let served = findings.iter().any(|f| f.name == "daemon" && f.state == State::Ok);
-    if served && !nix::unistd::geteuid().is_root() {
-        for finding in findings.iter_mut().filter(|f| f.name == "userfaultfd") {
-            if finding.state == State::Fail {
-                finding.state = State::Warn;
+    let needs_root = findings.iter().any(|f| f.name == "userfaultfd" && f.state == State::Fail);
+    for finding in findings {
+        match finding.name {
+            "userfaultfd" if needs_root => {
+                *finding = Finding::ok(
+                    "userfaultfd",
+                    "not for this user, and programs of a system's daemon do not need it \
+                     (`sudo tiermgrctl doctor` checks the kernel)",
+                );
             }
+            "daemon" if needs_root && finding.state != State::Ok => finding.state = State::Fail,
+            _ => {}
         }
     }
 }
@@ -131,6 +140,23 @@ mod tests {
             assert!(!finding.detail.is_empty(), "{finding:?}");
             assert_eq!(finding.fix.is_none(), finding.state == State::Ok, "{finding:?}");
         }
+    }
+
+    #[test]
+    fn a_user_needs_a_daemon_and_not_the_kernel() {
+        let forbidden = Finding::fail("userfaultfd", "permission denied", "sudo");
+        for (daemon, state) in [
+            (Finding::ok("daemon", "serves"), State::Ok),
+            (Finding::warn("daemon", "not open to you", "join"), State::Fail),
+        ] {
+            let mut findings = [forbidden.clone(), daemon];
+            spare_users(&mut findings);
+            assert_eq!(findings.map(|finding| finding.state), [State::Ok, state]);
+        }
+        // Who may do without a daemon is not failed for want of one.
+        let mut findings = [Finding::ok("userfaultfd", ""), Finding::warn("daemon", "", "")];
+        spare_users(&mut findings);
+        assert_eq!(findings[1].state, State::Warn);
     }
 
     #[test]

@@ -8,20 +8,24 @@ mod child;
 pub(crate) mod find;
 pub(crate) mod place;
 mod private;
+mod program;
 mod progress;
 mod report;
 
 use crate::cli::RunArgs;
 use crate::complain;
-use crate::connect::{ConnectError, Link};
-use child::Signals;
+use crate::connect::{ConnectError, Link, how_to_start};
+use child::{Nothing, Signals};
+use nix::unistd::Pid;
 use private::Private;
-use report::Report;
+pub(crate) use private::{named_store, text_of};
+use report::{Report, ReportFile};
 use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use tiermgr_wire::control::Status;
+use tiermgr_wire::size::Size;
 use tiermgr_wire::{DEFAULT_SOCKET, chain};
 
 /// `tiermgrctl` itself failed, as `env` and `timeout` have it.
@@ -53,26 +57,62 @@ pub(crate) enum RunError {
         source: io::Error,
     },
     /// The private daemon says why it does not start.
-    #[error("the private daemon does not start: {0} (see `tiermgrctl doctor`)")]
+    #[error("the private daemon does not start: {0}{hint}", hint = hint(.0))]
     DaemonRefuses(String),
     /// A private daemon needs root.
     #[error(
-        "a private daemon needs root (userfaultfd and fork events): use sudo; or have the system's daemon \
-         started (`systemctl start tiermgrd`), and leave out --dram and --nvme"
+        "a private daemon needs root (userfaultfd and fork events): use sudo; or leave out --dram and \
+         --nvme and use the system's daemon (where there is none, {})",
+        how_to_start()
     )]
     NotRoot,
     /// The limit is too small to work with.
     #[error(
-        "{what} of {given} is too little: the private daemon itself takes some 16 MiB; give at least \
+        "DRAM of {given} is too little: the private daemon itself takes some 16 MiB; give at least \
          {least} with --dram"
     )]
-    TooLittle {
-        /// Which limit.
-        what: &'static str,
+    TooLittleDram {
         /// What it is.
-        given: tiermgr_wire::size::Size,
+        given: Size,
         /// What would do.
-        least: tiermgr_wire::size::Size,
+        least: Size,
+    },
+    /// The disk has no room for a store whose size nobody has said.
+    #[error(
+        "only {} are free on the disk of {}, and a store takes half of that: free {least}, or name another \
+         place with --nvme PATH:SIZE",
+        given.rounded(),
+        path.display()
+    )]
+    TooLittleDisk {
+        /// Where.
+        path: PathBuf,
+        /// What is free.
+        given: Size,
+        /// What would do.
+        least: Size,
+    },
+    /// The store that was named is too small to work with.
+    #[error("--nvme {}:{given}: a store needs at least {least}", path.display())]
+    TooLittleStore {
+        /// Where.
+        path: PathBuf,
+        /// What was named.
+        given: Size,
+        /// What would do.
+        least: Size,
+    },
+    /// The program would run without tiermgr.
+    #[error("{0}; without --require it runs without a limit")]
+    Unmanageable(program::Obstacle),
+    /// The file of --report.
+    #[error("opening the report {}", path.display())]
+    Report {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
     },
     /// Folder for socket and state.
     #[error("making a folder in {}", path.display())]
@@ -100,6 +140,11 @@ pub(crate) enum RunError {
     Interrupted(i32),
 }
 
+/// What a daemon says by itself need not be said twice.
+fn hint(reason: &str) -> &'static str {
+    if reason.contains("doctor") { "" } else { " (see `tiermgrctl doctor`)" }
+}
+
 /// Which daemon serves the run.
 enum Host {
     Private(Private),
@@ -115,6 +160,14 @@ impl Host {
         match self {
             Self::Private(private) => private.socket(),
             Self::System { socket, .. } => socket,
+        }
+    }
+
+    fn wait_for(&mut self, pid: Pid, signals: &Signals) -> io::Result<u8> {
+        match self {
+            Self::Private(private) => signals.wait_for(pid, private),
+            // Its service manager, or its keeper, sees to it.
+            Self::System { .. } => signals.wait_for(pid, &mut Nothing),
         }
     }
 }
@@ -137,12 +190,19 @@ fn try_run(socket: Option<&Path>, args: &RunArgs) -> Result<u8, RunError> {
         return Err(RunError::PreloadPath(preload));
     }
     let signals = Signals::block().map_err(|error| RunError::System("blocking signals", error))?;
-    let host = choose_host(socket, args, &signals)?;
+    if let Some(obstacle) = args.command.first().and_then(|name| program::obstacle(name)) {
+        if args.require {
+            return Err(RunError::Unmanageable(obstacle));
+        }
+        complain(&format!("warning: {obstacle}; it runs without a limit"));
+    }
+    let file = args.report.as_deref().map(ReportFile::open).transpose()?;
+    let mut host = choose_host(socket, args, &signals)?;
     let environment = environment(args, &preload, host.socket());
     let began = Instant::now();
     let outcome = match child::spawn(&args.command, &environment, &signals) {
-        Ok(pid) => signals
-            .wait_for(pid)
+        Ok(pid) => host
+            .wait_for(pid, &signals)
             .map(|code| (code, finish(args, code, began.elapsed(), &host)))
             .map_err(|error| RunError::System("waiting for the program", error)),
         Err(error) => {
@@ -157,7 +217,7 @@ fn try_run(socket: Option<&Path>, args: &RunArgs) -> Result<u8, RunError> {
     }
     let (code, report) = outcome?;
     if let Some(report) = report {
-        report.publish(args.report.as_deref());
+        report.publish(file);
     }
     Ok(code)
 }
@@ -170,6 +230,10 @@ fn finish(args: &RunArgs, code: u8, wall: Duration, host: &Host) -> Option<Repor
     };
     match Link::open(Some(host.socket())).and_then(|link| link.status()) {
         Ok(status) => Some(Report::new(args, code, wall, &status, before)),
+        Err(_) if matches!(host, Host::Private(_)) => {
+            complain("no summary: the private daemon is no longer there");
+            None
+        }
         Err(error) => {
             complain(&format!("no summary: {}", chain(&error)));
             None

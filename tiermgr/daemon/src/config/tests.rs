@@ -47,7 +47,7 @@ fn unusual_values_read_back() {
         dram: DramLimit::Bytes(Size(DRAM_BYTES_MIN)),
         limbo: Size(LIMBO_BYTES_MAX),
         log_level: LogLevel::Trace,
-        assume_missing: vec!["move".into(), "poison".into()],
+        assume_missing: vec!["uffd_move".into(), "uffd_poison".into()],
         store: StoreSettings { path: "/dev/nvme0n1".into(), size: StoreSize::All, create: false },
         ..Config::default()
     };
@@ -86,13 +86,8 @@ fn limits_hold_at_the_edge_and_not_beyond() {
     assert!(parse("[store]\nsize = \"16MiB\"").is_ok());
     assert!(complaint("[store]\nsize = \"15MiB\"").contains("`store.size`"));
     assert!(complaint("connections_per_uid = 0").contains("connections_per_uid"));
+    assert!(complaint("assume_missing = [\"move\"]").contains("uffd_move"));
     assert!(complaint("socket = \"relative\"").contains("absolute"));
-}
-
-#[test]
-fn a_share_is_of_the_machine() {
-    assert_eq!(DramLimit::Percent(50).bytes(24 << 30), (24 << 30) / 100 * 50);
-    assert_eq!(DramLimit::Bytes(Size(7)).bytes(1), 7);
 }
 
 #[test]

@@ -1,12 +1,13 @@
 //! The kernel, its settings, and the installation.
 
 use super::Finding;
-use crate::connect::Link;
+use crate::connect::{ConnectError, Link, how_to_start};
 use crate::render;
 use crate::verb::run::find;
 use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::statfs;
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use tiermgr_sys::cgroup;
 use tiermgr_sys::probe::KernelFeatures;
@@ -211,12 +212,34 @@ fn daemon(socket: Option<&Path>) -> Finding {
                 path.display()
             ),
         ),
-        // `run` starts its own, so this is no failure.
+        // `run` starts its own, so none of this is a failure, for root.
+        Err(error @ ConnectError::Forbidden { .. }) => Finding::warn(
+            NAME,
+            format!("{} is not open to this user", path.display()),
+            join(path, &error),
+        ),
+        Err(ConnectError::Absent { .. }) => Finding::warn(
+            NAME,
+            format!("none answers at {}", path.display()),
+            format!("{}; as root `tiermgrctl run` does without", how_to_start()),
+        ),
         Err(error) => Finding::warn(
             NAME,
             chain(&error),
-            "systemctl start tiermgrd; `tiermgrctl run` does without",
+            "see the daemon's log; as root `tiermgrctl run` does without",
         ),
+    }
+}
+
+/// How this user comes to be served.
+fn join(socket: &Path, error: &ConnectError) -> String {
+    let group = fs::metadata(socket).ok().map(|facts| facts.gid()).filter(|&gid| gid != 0);
+    let group = group.and_then(|gid| nix::unistd::Group::from_gid(gid.into()).ok().flatten());
+    match group {
+        Some(group) => {
+            format!("sudo usermod -aG {} USER, then log in anew; or use sudo", group.name)
+        }
+        None => chain(error),
     }
 }
 

@@ -26,6 +26,26 @@ pub(super) struct Signals {
     mask_before: SigSet,
 }
 
+/// Something else that may happen while a program runs.
+pub(super) trait Watch {
+    /// Readable when it has happened; `None` if nothing more can.
+    fn fd(&self) -> Option<BorrowedFd<'_>>;
+    /// It has happened, while `program` runs.
+    fn react(&mut self, program: Pid);
+}
+
+/// Nothing.
+#[derive(Debug)]
+pub(super) struct Nothing;
+
+impl Watch for Nothing {
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    fn react(&mut self, _program: Pid) {}
+}
+
 /// What [`Signals::wait_readable`] saw first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Wakeup {
@@ -49,8 +69,8 @@ impl Signals {
     }
 
     /// Waits for the end of our child `pid`, and passes on to it what we are sent. What comes from the
-    /// terminal reached it already, since it is in our group.
-    pub(super) fn wait_for(&self, pid: Pid) -> io::Result<u8> {
+    /// terminal reached it already, since it is in our group. Meanwhile `watch` is looked after.
+    pub(super) fn wait_for(&self, pid: Pid, watch: &mut impl Watch) -> io::Result<u8> {
         let pidfd = pidfd::open(pid.as_raw())?;
         loop {
             match waitpid(pid, Some(WaitPidFlag::WNOHANG))? {
@@ -61,10 +81,16 @@ impl Signals {
             let mut fds = [
                 PollFd::new(pidfd.as_fd(), PollFlags::POLLIN),
                 PollFd::new(self.fd.as_fd(), PollFlags::POLLIN),
+                // An absent one is replaced by one that is watched anyway, and not looked at.
+                PollFd::new(watch.fd().unwrap_or(self.fd.as_fd()), PollFlags::POLLIN),
             ];
             match poll(&mut fds, PollTimeout::NONE) {
                 Ok(_) | Err(Errno::EINTR) => {}
                 Err(error) => return Err(error.into()),
+            }
+            let has_happened = fds[2].any().unwrap_or(false);
+            if has_happened && watch.fd().is_some() {
+                watch.react(pid);
             }
             while let Some((signal, code)) = self.next_signal()? {
                 if code != SENT_BY_KERNEL {
@@ -165,7 +191,7 @@ mod tests {
         let changes: Vec<(OsString, OsString)> =
             changes.iter().map(|(name, value)| (name.into(), value.into())).collect();
         match spawn(&command, &changes, signals) {
-            Ok(pid) => signals.wait_for(pid).unwrap(),
+            Ok(pid) => signals.wait_for(pid, &mut Nothing).unwrap(),
             Err(error) => code_of_failure(error),
         }
     }
@@ -199,7 +225,7 @@ mod tests {
         let pid = spawn(&command, &[], &signals).unwrap();
         // To this thread: others of the test program do not block it.
         nix::sys::signal::raise(Signal::SIGTERM).unwrap();
-        assert_eq!(signals.wait_for(pid).unwrap(), 128 + 15);
+        assert_eq!(signals.wait_for(pid, &mut Nothing).unwrap(), 128 + 15);
     }
 
     #[test]

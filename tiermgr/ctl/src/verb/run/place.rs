@@ -9,7 +9,7 @@ use nix::sys::statfs::{self, FsType};
 use nix::sys::statvfs;
 use std::env;
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use tiermgr_wire::chain;
@@ -94,15 +94,6 @@ pub(crate) fn fresh_folder(parent: &Path) -> io::Result<PathBuf> {
 pub(crate) fn free_bytes(path: &Path) -> io::Result<u64> {
     let facts = statvfs::statvfs(path)?;
     Ok(facts.blocks_available().saturating_mul(facts.fragment_size()))
-}
-
-/// Reads the first block of an existing file or device past the page cache.
-pub(crate) fn try_direct_read(path: &Path) -> io::Result<()> {
-    let mut file = OpenOptions::new().read(true).custom_flags(OFlag::O_DIRECT.bits()).open(path)?;
-    let mut buffer = vec![0; 2 * BLOCK_BYTES];
-    let block = aligned(&mut buffer);
-    // A file may be shorter than a block.
-    file.read(block).map(drop)
 }
 
 fn try_direct_write(path: &Path) -> Result<(), Unfit> {

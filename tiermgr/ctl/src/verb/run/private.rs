@@ -1,6 +1,6 @@
 //! A daemon for one run: started, watched until it is ready, ended, and its traces removed.
 
-use super::child::{Signals, Wakeup, ignore_absent};
+use super::child::{Signals, Wakeup, Watch, ignore_absent};
 use super::progress::Progress;
 use super::{RunError, find, place};
 use crate::cli::RunArgs;
@@ -9,25 +9,28 @@ use crate::connect::{ConnectError, Link};
 use nix::sys::signal::{Signal, kill};
 use nix::sys::statfs;
 use nix::unistd::Pid;
+use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io::{self, Read};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
-use tiermgr_sys::{cgroup, proc};
+use tiermgr_sys::{cgroup, disk, pidfd, proc};
 use tiermgr_wire::control::ControlRequest;
 use tiermgr_wire::size::{PathAndSize, Size};
-use tiermgr_wire::{DRAM_BYTES_MIN, chain};
+use tiermgr_wire::{DRAM_BYTES_MIN, STORE_BYTES_MIN, chain};
 
 /// How often is looked whether something is done.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// From "done" to the end of the process.
 const EXIT_WAIT: Duration = Duration::from_secs(30);
-/// Less would hold nothing worth parking.
-const STORE_BYTES_MIN: u64 = 64 << 20;
+/// From the end of the process to the end of what the kernel still did for it.
+const STORE_WAIT: Duration = Duration::from_secs(10);
+/// Where nobody has said how much: less would hold nothing worth parking.
+const DEFAULT_STORE_BYTES_MIN: u64 = 64 << 20;
 /// Most that a store takes of a disk where nobody has said how much.
 const DEFAULT_STORE_BYTES_MAX: u64 = 64 << 30;
 /// Whole chunks.
@@ -41,6 +44,11 @@ pub(super) struct Private {
     daemon: Child,
     folders: Folders,
     socket: PathBuf,
+    store: PathBuf,
+    /// The daemon made it, and removes it if it can.
+    store_is_new: bool,
+    /// Readable when the keeper has ended, or, after it, the serving process.
+    watched: Option<OwnedFd>,
 }
 
 /// Folders of one run, removed when dropped.
@@ -50,6 +58,8 @@ struct Folders {
     runtime: PathBuf,
     /// For the store, on disk, if we made one.
     store: Option<PathBuf>,
+    /// The store, where it was not there before and its daemon can no longer remove it.
+    store_file: Option<PathBuf>,
     keep: bool,
 }
 
@@ -61,13 +71,11 @@ impl Private {
             return Err(RunError::NotRoot);
         }
         let dram = choose_dram(args)?;
-        let mut folders = Folders { runtime: make_runtime_folder()?, store: None, keep: false };
+        let mut folders =
+            Folders { runtime: make_runtime_folder()?, store: None, store_file: None, keep: false };
         let store = choose_store(args.nvme.as_ref(), &mut folders)?;
         let socket = folders.runtime.join("sock");
-        let mut store_text = store.path.clone().into_os_string();
-        if let Some(size) = store.size {
-            store_text.push(format!(":{size}"));
-        }
+        let store_is_new = !store.path.exists();
         let daemon = Command::new(&path)
             .arg("--embedded")
             .arg("--socket")
@@ -77,7 +85,8 @@ impl Private {
             .arg("--dram")
             .arg(dram.to_string())
             .arg("--store")
-            .arg(store_text)
+            .arg(text_of(&store))
+            .args(folders.all().flat_map(|folder| [OsStr::new("--remove-dir"), folder.as_os_str()]))
             .args(["--ready-fd", "1"])
             .args(args.assume_missing.iter().flat_map(|name| ["--assume-missing", name]))
             .env_remove("LD_PRELOAD")
@@ -87,8 +96,14 @@ impl Private {
             .process_group(0)
             .spawn()
             .map_err(|source| RunError::Daemon { path: path.clone(), source })?;
-        let mut private = Self { daemon, folders, socket };
-        match private.wait_until_ready(signals) {
+        let watched = pidfd::open(daemon.id().cast_signed())
+            .map_err(|error| RunError::System("watching the private daemon", error));
+        let mut private =
+            Self { daemon, folders, socket, store: store.path, store_is_new, watched: None };
+        match watched.and_then(|watched| {
+            private.watched = Some(watched);
+            private.wait_until_ready(signals)
+        }) {
             Ok(()) => Ok(private),
             Err(error) => {
                 private.abandon();
@@ -135,6 +150,8 @@ impl Private {
     pub(super) fn end(mut self, signals: &Signals) {
         match self.ask_to_end(signals) {
             Ok(()) => self.wait_for_exit(),
+            // It ended before, and was waited for then.
+            Err(_) if matches!(self.daemon.try_wait(), Ok(Some(_))) => {}
             Err(error @ ConnectError::Refused(_)) => {
                 complain(&format!(
                     "{}; the private daemon stays until the programs that it serves have ended",
@@ -143,11 +160,21 @@ impl Private {
                 self.folders.keep = true;
             }
             Err(error) => {
-                if matches!(self.daemon.try_wait(), Ok(None)) {
-                    complain(&format!("ending the private daemon: {}", chain(&error)));
-                }
+                complain(&format!("ending the private daemon: {}", chain(&error)));
                 self.abandon();
             }
+        }
+        // Whoever was killed has removed nothing. What ended in order has, and somebody else may have made a
+        // file of the same name since.
+        let was_killed =
+            matches!(self.daemon.try_wait(), Ok(Some(status)) if status.code().is_none());
+        if was_killed && self.store_is_new {
+            self.folders.store_file = Some(self.store.clone());
+        }
+        // The lock lives until the kernel has taken down what the daemon had in flight: whoever runs
+        // something with the same store next would find it in use.
+        if !self.folders.keep && self.folders.store.is_none() {
+            disk::wait_until_free(&self.store, STORE_WAIT);
         }
     }
 
@@ -192,12 +219,57 @@ impl Private {
     }
 }
 
+/// A private daemon whose keeper is killed is not started again, and when both are gone nobody can bring back
+/// what was parked: the program waits where it touches that, and shows nothing. So it is said at once.
+impl Watch for Private {
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.watched.as_ref().map(AsFd::as_fd)
+    }
+
+    fn react(&mut self, program: Pid) {
+        self.watched = None;
+        // Its keeper is our child, and stays a zombie until it is waited for.
+        let ended_in_order = matches!(self.daemon.try_wait(), Ok(Some(status)) if status.success());
+        if ended_in_order {
+            complain(
+                "the private daemon was asked to end, and has brought everything back: from now on nothing \
+                 is limited or parked",
+            );
+            return;
+        }
+        let serving = Link::open(Some(&self.socket)).and_then(|link| link.status());
+        let serving = serving.ok().and_then(|status| pidfd::open(status.daemon_pid).ok());
+        if serving.is_some() {
+            complain(
+                "warning: the keeper of the private daemon has died; the daemon serves on, but if it dies \
+                 too nothing can start it again",
+            );
+            self.watched = serving;
+            return;
+        }
+        complain(&format!(
+            "the private daemon and its keeper have died: what is parked cannot be brought back, and \
+             the program waits for ever where it touches that; end it (kill {program})"
+        ));
+    }
+}
+
+impl Folders {
+    fn all(&self) -> impl Iterator<Item = &PathBuf> {
+        std::iter::once(&self.runtime).chain(&self.store)
+    }
+}
+
 impl Drop for Folders {
     fn drop(&mut self) {
         if self.keep {
             return;
         }
-        for folder in std::iter::once(&self.runtime).chain(&self.store) {
+        if let Some(file) = &self.store_file {
+            // It may never have come to be.
+            drop(fs::remove_file(file));
+        }
+        for folder in self.all() {
             if let Err(error) = fs::remove_dir_all(folder)
                 && error.kind() != io::ErrorKind::NotFound
             {
@@ -210,8 +282,9 @@ impl Drop for Folders {
 /// Half of what is available, or three quarters of what a memory cgroup leaves, if that is less: CMD
 /// and the daemon have memory that is not managed, too.
 fn choose_dram(args: &RunArgs) -> Result<Size, RunError> {
+    let machine = proc::meminfo_bytes("MemTotal").unwrap_or(u64::MAX);
     let chosen = match args.dram {
-        Some(size) => size,
+        Some(limit) => Size(limit.bytes(machine)),
         None => {
             let available = proc::meminfo_bytes("MemAvailable").unwrap_or(u64::MAX) / 2;
             let in_cgroup = cgroup::headroom(std::process::id().cast_signed())
@@ -221,11 +294,7 @@ fn choose_dram(args: &RunArgs) -> Result<Size, RunError> {
         }
     };
     if chosen.0 < DRAM_BYTES_MIN {
-        return Err(RunError::TooLittle {
-            what: "DRAM",
-            given: chosen,
-            least: Size(DRAM_BYTES_MIN),
-        });
+        return Err(RunError::TooLittleDram { given: chosen, least: Size(DRAM_BYTES_MIN) });
     }
     Ok(chosen)
 }
@@ -254,39 +323,56 @@ fn choose_store(
     folders: &mut Folders,
 ) -> Result<PathAndSize, RunError> {
     if let Some(named) = named {
-        let path = std::path::absolute(&named.path)
-            .map_err(|source| RunError::Folder { path: named.path.clone(), source })?;
-        let size = match (named.size, fs::metadata(&path)) {
-            (Some(size), _) => Some(size),
-            // All of a device, and a file as it is.
-            (None, Ok(facts)) if facts.file_type().is_block_device() || facts.len() > 0 => None,
-            (None, _) => {
-                let folder = path.parent().unwrap_or(Path::new("/"));
-                let free = place::free_bytes(folder)
-                    .map_err(|source| RunError::Folder { path: folder.to_owned(), source })?;
-                Some(default_store_size(free)?)
-            }
-        };
-        return Ok(PathAndSize { path, size });
+        return named_store(named);
     }
     let place = place::choose()?;
-    let size = default_store_size(place.free_bytes)?;
+    let size = default_store_size(&place.folder, place.free_bytes)?;
     let folder = make_folder(&place.folder)?;
     let path = folder.join("store");
     folders.store = Some(folder);
     Ok(PathAndSize { path, size: Some(size) })
 }
 
+/// As the daemon is told.
+pub(crate) fn text_of(store: &PathAndSize) -> OsString {
+    let mut text = store.path.clone().into_os_string();
+    if let Some(size) = store.size {
+        text.push(format!(":{size}"));
+    }
+    text
+}
+
+/// The store that `named` comes to.
+pub(crate) fn named_store(named: &PathAndSize) -> Result<PathAndSize, RunError> {
+    let path = std::path::absolute(&named.path)
+        .map_err(|source| RunError::Folder { path: named.path.clone(), source })?;
+    let size = match (named.size, fs::metadata(&path)) {
+        (Some(given), _) if given.0 < STORE_BYTES_MIN => {
+            return Err(RunError::TooLittleStore { path, given, least: Size(STORE_BYTES_MIN) });
+        }
+        (Some(size), _) => Some(size),
+        // All of a device, and a file as it is.
+        (None, Ok(facts)) if facts.file_type().is_block_device() || facts.len() > 0 => None,
+        (None, _) => {
+            let folder = path.parent().unwrap_or(Path::new("/"));
+            let free = place::free_bytes(folder)
+                .map_err(|source| RunError::Folder { path: folder.to_owned(), source })?;
+            Some(default_store_size(folder, free)?)
+        }
+    };
+    Ok(PathAndSize { path, size })
+}
+
 /// Twice the machine's memory, but never more than half of what is free, nor than what is polite to take
 /// from a disk without being asked: all of it is allocated at once.
-fn default_store_size(free_bytes: u64) -> Result<Size, RunError> {
+fn default_store_size(folder: &Path, free_bytes: u64) -> Result<Size, RunError> {
     let machine = proc::meminfo_bytes("MemTotal").unwrap_or(u64::MAX);
     let bytes = (free_bytes / 2).min(machine.saturating_mul(2)).min(DEFAULT_STORE_BYTES_MAX);
-    if bytes < STORE_BYTES_MIN {
-        return Err(RunError::TooLittle {
-            what: "free room on the disk",
+    if bytes < DEFAULT_STORE_BYTES_MIN {
+        return Err(RunError::TooLittleDisk {
+            path: folder.to_owned(),
             given: Size(free_bytes),
-            least: Size(2 * STORE_BYTES_MIN),
+            least: Size(2 * DEFAULT_STORE_BYTES_MIN),
         });
     }
     Ok(Size(bytes - bytes % ROUND_BYTES))
@@ -298,9 +384,10 @@ mod tests {
 
     #[test]
     fn a_store_takes_half_of_what_is_free_and_no_more_than_is_polite() {
-        assert_eq!(default_store_size(1 << 30).unwrap(), Size(512 << 20));
-        assert!(default_store_size((2 * STORE_BYTES_MIN) - 2).is_err());
-        assert!(default_store_size(u64::MAX).unwrap().0 <= DEFAULT_STORE_BYTES_MAX);
+        let size = |free| default_store_size(Path::new("/x"), free);
+        assert_eq!(size(1 << 30).unwrap(), Size(512 << 20));
+        assert!(size((2 * DEFAULT_STORE_BYTES_MIN) - 2).is_err());
+        assert!(size(u64::MAX).unwrap().0 <= DEFAULT_STORE_BYTES_MAX);
     }
 
     #[test]
@@ -308,7 +395,7 @@ mod tests {
         for keep in [false, true] {
             let runtime = make_folder(&std::env::temp_dir()).unwrap();
             fs::write(runtime.join("x"), "y").unwrap();
-            drop(Folders { runtime: runtime.clone(), store: None, keep });
+            drop(Folders { runtime: runtime.clone(), store: None, store_file: None, keep });
             assert_eq!(runtime.exists(), keep);
             if keep {
                 fs::remove_dir_all(&runtime).unwrap();

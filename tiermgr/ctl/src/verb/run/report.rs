@@ -1,12 +1,14 @@
 //! What happened in a run: some lines for people, JSON for programs.
 
+use super::RunError;
 use crate::cli::RunArgs;
 use crate::complain;
 use crate::render::{bytes, count, pages};
+use nix::sys::resource::{UsageWho, getrusage};
 use serde::Serialize;
-use std::fs;
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tiermgr_sys::proc;
 use tiermgr_wire::control::{FamilyStats, Status};
@@ -14,10 +16,14 @@ use tiermgr_wire::control::{FamilyStats, Status};
 /// Lines of a summary at most, warnings included.
 const LINES_MAX: usize = 14;
 /// Said where the whole run went by without tiermgr.
-const NONE_ATTACHED: &str = "no program attached: nothing was limited and nothing parked (did all stay \
-                             below --min-size without --small, give up root before their first large \
-                             allocation, or are they statically linked? --require makes large \
-                             allocations fail instead)";
+const NONE_ATTACHED: &str = "no program attached, so that nothing was limited or parked: all allocations were \
+                             below --min-size (without --small), or tiermgr did not reach the program (README: What can go wrong)";
+/// Said where a daemon that serves others too has come and gone.
+const RESTARTED: &str = "the daemon was restarted meanwhile: what it counts began anew, and how many programs \
+                         of this run it managed is not known";
+/// A program that never had as much memory as this has made no allocation that matters. Less than the
+/// libraries and the interpreter of a large program take.
+const SMALL_PROGRAM_BYTES: u64 = 16 << 20;
 
 /// The content of `--report`. Field names do not change within a major version.
 #[derive(Debug, Serialize)]
@@ -33,7 +39,8 @@ pub(super) struct Report {
     private_daemon: bool,
     /// Clients that attached to the daemon during the run: processes, where one that uses the preload
     /// library and the C interface counts twice. 0: none was limited or parked.
-    attached_processes: u64,
+    /// `null`: the daemon was restarted, and does not know.
+    attached_processes: Option<u64>,
     /// What all programs of the daemon together, and the daemon itself, may have in DRAM.
     dram_limit_bytes: u64,
     /// Capacity of the store.
@@ -56,10 +63,20 @@ impl Report {
         status: &Status,
         before: Option<&Status>,
     ) -> Self {
-        let attached_before = before.map_or(0, |before| before.attached_total);
-        let attached_processes = status.attached_total.saturating_sub(attached_before);
+        // What a serving process counts ends with it; a new one begins with the programs that it finds.
+        let same = before.filter(|before| before.daemon_pid == status.daemon_pid);
+        let is_whole = match before {
+            Some(_) => same.is_some(),
+            None => status.restarts == 0 || status.attached_total > 0,
+        };
+        let attached_before = same.map_or(0, |before| before.attached_total);
+        let attached_processes =
+            is_whole.then(|| status.attached_total.saturating_sub(attached_before));
         let mut warnings = status.warnings.clone();
-        if attached_processes == 0 {
+        if !is_whole {
+            warnings.insert(0, RESTARTED.to_owned());
+        }
+        if attached_processes == Some(0) && peak_of_programs() >= SMALL_PROGRAM_BYTES {
             warnings.insert(0, NONE_ATTACHED.to_owned());
         }
         Self {
@@ -70,23 +87,33 @@ impl Report {
             attached_processes,
             dram_limit_bytes: status.dram_limit_bytes,
             store_capacity_bytes: status.store_capacity_bytes,
-            totals: before.map_or(status.totals, |before| since(&before.totals, &status.totals)),
+            totals: same.map_or(status.totals, |before| since(&before.totals, &status.totals)),
             daemon_peak_rss_bytes: proc::status_bytes(status.daemon_pid, "VmHWM"),
-            daemon_restarts: status.restarts,
+            daemon_restarts: status
+                .restarts
+                .saturating_sub(before.map_or(0, |before| before.restarts)),
             warnings,
         }
     }
 
     /// Prints the summary, and writes the file.
-    pub(super) fn publish(&self, file: Option<&Path>) {
+    pub(super) fn publish(&self, file: Option<ReportFile>) {
         // With stderr closed there is nobody left to tell.
         drop(io::stderr().write_all(self.summary().as_bytes()));
-        let Some(path) = file else { return };
+        let Some(mut file) = file else { return };
         let written = serde_json::to_string_pretty(self)
             .map_err(io::Error::from)
-            .and_then(|text| fs::write(path, text + "\n"));
+            .and_then(|text| file.write(&(text + "\n")));
         if let Err(error) = written {
-            complain(&format!("writing {}: {error}", path.display()));
+            complain(&format!("writing {}: {error}", file.path.display()));
+        }
+    }
+
+    fn managed(&self) -> String {
+        match self.attached_processes {
+            Some(1) => "1 client".to_owned(),
+            Some(clients) => format!("{} clients", count(clients)),
+            None => "unknown".to_owned(),
         }
     }
 
@@ -98,7 +125,7 @@ impl Report {
             .map_or_else(String::new, |peak| format!(", of which the daemon took {}", bytes(peak)));
         let mut lines = vec![
             format!("{name}: status {} after {:.2} s", self.exit_status, self.wall_seconds),
-            format!("  managed {} clients", count(self.attached_processes)),
+            format!("  managed {}", self.managed()),
             format!("  dram    {} allowed{peak}", bytes(self.dram_limit_bytes)),
             format!("  disk    {} for what is parked", bytes(self.store_capacity_bytes)),
             format!(
@@ -123,10 +150,14 @@ impl Report {
         if totals.poisoned_pages > 0 {
             lines.push(format!("  LOST    {} pages", count(totals.poisoned_pages)));
         }
-        if self.daemon_restarts > 0 {
+        // Of a daemon that began to count anew a warning speaks.
+        if self.daemon_restarts > 0 && self.attached_processes.is_some() {
+            let times = match self.daemon_restarts {
+                1 => "once".to_owned(),
+                times => format!("{times} times"),
+            };
             lines.push(format!(
-                "  the daemon died and was started again {} times",
-                self.daemon_restarts
+                "  the daemon died and was started again {times}, and then counted anew"
             ));
         }
         if !self.private_daemon {
@@ -135,6 +166,52 @@ impl Report {
         lines.extend(self.warnings.iter().map(|warning| format!("  warning: {warning}")));
         lines.truncate(LINES_MAX);
         lines.iter().map(|line| format!("tiermgr: {line}\n")).collect()
+    }
+}
+
+/// Most memory that any of the programs that have ended had.
+fn peak_of_programs() -> u64 {
+    getrusage(UsageWho::RUSAGE_CHILDREN)
+        .ok()
+        .and_then(|usage| u64::try_from(usage.max_rss()).ok())
+        .map_or(u64::MAX, |kib| kib.saturating_mul(1024))
+}
+
+/// The file of `--report`, opened before the program starts so that a wrong name is not found out at the end
+/// of a long run. One that was made, and in which nothing was written, is removed.
+#[derive(Debug)]
+pub(super) struct ReportFile {
+    file: File,
+    path: PathBuf,
+    is_unused: bool,
+}
+
+impl ReportFile {
+    pub(super) fn open(path: &Path) -> Result<Self, RunError> {
+        let is_new = !path.exists();
+        // What is in it stays there until there is something better.
+        let opened = OpenOptions::new().write(true).create(true).truncate(false).open(path);
+        match opened {
+            Ok(file) => Ok(Self { file, path: path.to_owned(), is_unused: is_new }),
+            Err(source) => Err(RunError::Report { path: path.to_owned(), source }),
+        }
+    }
+
+    fn write(&mut self, text: &str) -> io::Result<()> {
+        self.is_unused = false;
+        if self.file.metadata()?.is_file() {
+            self.file.set_len(0)?;
+        }
+        self.file.write_all(text.as_bytes())
+    }
+}
+
+impl Drop for ReportFile {
+    fn drop(&mut self) {
+        if self.is_unused {
+            // It says nothing, and whoever looks for it finds that there is no report.
+            drop(fs::remove_file(&self.path));
+        }
     }
 }
 
@@ -170,7 +247,7 @@ mod tests {
             exit_status: 0,
             wall_seconds: 1.5,
             private_daemon: false,
-            attached_processes: 2,
+            attached_processes: Some(2),
             dram_limit_bytes: 1 << 30,
             store_capacity_bytes: 1 << 34,
             totals: FamilyStats { poisoned_pages: 1, ..FamilyStats::default() },
