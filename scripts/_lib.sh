@@ -3,6 +3,7 @@
 # repository root.
 set -euo pipefail
 
+script=$(realpath "$0")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # The oldest compiler that knows what the code uses; the same as `rust-version` in Cargo.toml.
@@ -11,6 +12,9 @@ RUSTC_MINOR_MIN=88
 TEST_PACKAGES=(pytest==8.3.4 pluggy==1.5.0 iniconfig==2.0.0 packaging==24.2 numpy==2.2.1)
 
 say() { printf '== %s\n' "$*"; }
+
+# usage: what the script says of itself at its top.
+usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$script"; }
 
 die() {
     printf '%s: %s\n' "${0##*/}" "$*" >&2

@@ -13,15 +13,23 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("tiermgr-core", &[]),
     ("tiermgr-sys", &[]),
     ("tiermgr-wire", &["tiermgr-core"]),
+    ("tiermgr-manual", &[]),
     ("tiermgr-cuda", &["tiermgr-core"]),
     ("tiermgr-engine", &["tiermgr-core", "tiermgr-sys", "tiermgr-wire"]),
     // `sys` for sockets, the keeper and the probes; never for a client's memory.
     (
         "tiermgr-daemon",
-        &["tiermgr-core", "tiermgr-sys", "tiermgr-wire", "tiermgr-engine", "tiermgr-cuda"],
+        &[
+            "tiermgr-core",
+            "tiermgr-sys",
+            "tiermgr-wire",
+            "tiermgr-manual",
+            "tiermgr-engine",
+            "tiermgr-cuda",
+        ],
     ),
     // `sys` for its socket and for what `doctor` probes.
-    ("tiermgr-ctl", &["tiermgr-core", "tiermgr-sys", "tiermgr-wire"]),
+    ("tiermgr-ctl", &["tiermgr-core", "tiermgr-sys", "tiermgr-wire", "tiermgr-manual"]),
     ("tiermgr-ffi", &["tiermgr-core", "tiermgr-sys", "tiermgr-wire"]),
     ("tiermgr-preload", &["tiermgr-ffi"]),
 ];
@@ -41,7 +49,8 @@ const UNSAFE_IN: &[&str] = &[
 ];
 
 /// Packages whose root must say `#![forbid(unsafe_code)]`.
-const FORBID_UNSAFE: &[&str] = &["tiermgr/core", "tiermgr/wire", "tiermgr/ctl", "tiermgr/daemon"];
+const FORBID_UNSAFE: &[&str] =
+    &["tiermgr/core", "tiermgr/wire", "tiermgr/manual", "tiermgr/ctl", "tiermgr/daemon"];
 
 const LINES_MAX: usize = 1000;
 const LINES_WITHOUT_REASON_MAX: usize = 700;

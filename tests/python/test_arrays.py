@@ -82,6 +82,9 @@ def test_advice_prefetch_and_leases(client):
         assert client.residency(array[10:12]).parked_bytes == 0
         assert (array[10] == 10).all()
     lease.release()
+    # As much as the program may have in DRAM cannot be held: who asks is told how much could be.
+    with pytest.raises(tiermgr.TiermgrError, match=r"half of the .* pinned already"):
+        client.pin(array)
     where = client.residency(array)
     total = sum(vars(where).values())
     assert total == array.nbytes

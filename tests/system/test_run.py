@@ -206,7 +206,7 @@ def test_a_system_daemon_that_restarts_meanwhile_is_not_said_to_have_done_nothin
     with system_daemon(folder) as place:
         report = folder / "report.json"
         before = status_of(place)["daemon_pid"]
-        script = f"{public / 'workload'} fill 160 1; kill -KILL {before}; sleep 1"
+        script = f"{public / 'workload'} fill 160 1; kill -KILL {before}"
         done = plain("--socket", place / "socket", "run", "--report", report, "--", "sh", "-c", script,
                      TIERMGR_PRELOAD=str(public / product.PRELOAD.name))
         assert done.returncode == 0, done.stderr

@@ -3,20 +3,38 @@
 use crate::config::{
     Config, ConfigError, DramLimit, LogLevel, SocketMode, StoreSettings, StoreSize,
 };
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 use std::path::PathBuf;
 use tiermgr_wire::size::PathAndSize;
 
 /// Serves programs that use more memory than fits into DRAM
 ///
-/// Exit status: 0 everything was brought back, or nobody was left; 2 the command line or the
-/// configuration is wrong; 3 the daemon could not start; 4 it died again and again.
-///
 /// SIGTERM and SIGINT bring everything back and end the daemon. Where that does not fit into memory it
 /// says so and goes on serving; send the signal again to try again. Killed with SIGKILL, it is started
 /// again by its keeper (its first process), and programs wait meanwhile.
 #[derive(Clone, Debug, Parser)]
-#[command(name = "tiermgrd", version, max_term_width = 100)]
+#[command(
+    name = "tiermgrd",
+    version,
+    max_term_width = 100,
+    after_help = "\
+Examples:
+  systemctl enable --now tiermgrd          with systemd: now, and at every boot
+  setsid tiermgrd >/var/log/tiermgrd.log 2>&1 &
+                                           without it, as root
+  tiermgrd --check-config /etc/tiermgr/tiermgrd.toml
+  tiermgrd --check-store /dev/nvme1n1      what a store would say, without starting anything
+
+Files:
+  /etc/tiermgr/tiermgrd.toml               configuration; see tiermgrd.toml(5)
+  /run/tiermgr/tiermgrd.sock               where programs and tiermgrctl connect
+
+Exit status:
+  0    everything was brought back, or nobody was left
+  2    the command line or the configuration is wrong
+  3    the daemon could not start
+  4    it died again and again"
+)]
 pub struct Cli {
     /// Configuration [default: /etc/tiermgr/tiermgrd.toml where it exists]
     #[arg(long, value_name = "FILE", conflicts_with = "embedded")]
@@ -29,6 +47,10 @@ pub struct Cli {
     /// Check a configuration and print what it comes to, and end
     #[arg(long, value_name = "FILE", conflicts_with = "config")]
     pub check_config: Option<PathBuf>,
+
+    /// Print a manual page, and end
+    #[arg(long, value_name = "PAGE", value_enum)]
+    pub print_man: Option<ManPage>,
 
     /// Check whether a daemon would take PATH as its store, and end; nothing of it is changed
     #[arg(long, value_name = "PATH[:SIZE]", conflicts_with_all = ["config", "check_config"])]
@@ -115,6 +137,17 @@ impl Cli {
         config.check().map_err(ConfigError::of_command_line)?;
         Ok(config)
     }
+}
+
+/// Pages of the manual.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ManPage {
+    /// The daemon.
+    #[value(name = "tiermgrd.8")]
+    Daemon,
+    /// Its configuration.
+    #[value(name = "tiermgrd.toml.5")]
+    Config,
 }
 
 #[cfg(test)]

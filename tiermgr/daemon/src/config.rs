@@ -298,7 +298,8 @@ impl Config {
         text.push_str("[store]\n\n");
         let mut entry = |comment, key, value| push_entry(&mut text, comment, key, value);
         entry(
-            "A file on a file system with direct I/O (not tmpfs), or a block device whose content is lost.",
+            "A file on a file system with direct I/O (not tmpfs), or a block device. What is in it is lost if\n\
+             it is a store; anything else that is not blank is refused, and stays as it is.",
             "path",
             quoted(&self.store.path.to_string_lossy()),
         );

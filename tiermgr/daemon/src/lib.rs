@@ -17,6 +17,7 @@ pub mod exit;
 pub mod families;
 pub mod keeper;
 pub mod log;
+pub mod manual;
 pub mod notify;
 pub mod protocol;
 pub mod session;

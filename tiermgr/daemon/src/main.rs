@@ -17,7 +17,7 @@ use tiermgr_daemon::daemon::{self, Identity, Watched};
 use tiermgr_daemon::keeper::{self, Call, Outcome};
 use tiermgr_daemon::notify::Maker;
 use tiermgr_daemon::start::StartError;
-use tiermgr_daemon::{exit, log, notify, start};
+use tiermgr_daemon::{exit, log, manual, notify, start};
 use tiermgr_engine::store::{self, Fit};
 use tiermgr_sys::{pidfd, process};
 use tiermgr_wire::chain;
@@ -34,6 +34,12 @@ fn main() -> ExitCode {
 fn run(cli: &Cli) -> u8 {
     if cli.print_config {
         return print(&Config::default().render());
+    }
+    if let Some(page) = cli.print_man {
+        return match manual::page(page) {
+            Ok(text) => print(&text),
+            Err(error) => complain(&format!("making the manual page: {error}"), exit::START),
+        };
     }
     if let Some(path) = &cli.check_config {
         return check_config(path);
@@ -236,7 +242,8 @@ impl<'a> Leavings<'a> {
             remove(&self.config.store.path, |path| std::fs::remove_file(path));
         }
         if served {
-            for folder in self.folders {
+            let folders = self.folders.iter().map(PathBuf::as_path);
+            for folder in folders.chain(self.config.socket.parent()) {
                 // They are the maker's, and go with us unless there is something else in them.
                 drop(std::fs::remove_dir(folder));
             }

@@ -29,6 +29,7 @@ use tiermgr_sys::uffd::{self, Mode, Outcome, Uffd};
 use tiermgr_sys::{abi, pidfd};
 use tiermgr_wire::hello::{Attach, Class, Welcome};
 use tiermgr_wire::reply::{ErrorCode, FromDaemon};
+use tiermgr_wire::size::Size;
 use tiermgr_wire::{PACKET_BYTES_MAX, chain};
 
 /// A peer that has not come as far as it must by then is sent away.
@@ -355,10 +356,28 @@ impl Resident {
         let patience =
             if matches!(request, Request::Pin { .. }) { PIN_TIMEOUT } else { ASK_TIMEOUT };
         match self.family.executor().ask(self.proc, request, patience) {
+            Ok(Reply::Refused(Refusal::NoRoom)) => {
+                Err(Refused::new(code_of(Refusal::NoRoom), self.why_no_pin(request)))
+            }
             Ok(Reply::Refused(refusal)) => Err(Refused::new(code_of(refusal), refusal.to_string())),
             Ok(reply) => Ok(reply),
             Err(error) => Err(engine_refusal(&error)),
         }
+    }
+
+    /// With the numbers, which nobody else has.
+    fn why_no_pin(&self, request: Request) -> String {
+        let stats = self.family.executor().stats();
+        let wanted = match request {
+            Request::Pin { span } => Size(span.len).rounded(),
+            _ => "more".to_owned(),
+        };
+        format!(
+            "pinning {wanted} would exceed what may be pinned: half of the {} that this program may have in \
+             DRAM now, of which {} are pinned already",
+            Size(stats.budget_now_bytes).rounded(),
+            Size(stats.pinned_now_bytes).rounded()
+        )
     }
 }
 

@@ -31,9 +31,8 @@ fn pages() -> io::Result<Vec<(String, Vec<u8>)>> {
     for command in std::iter::once(root).chain(verbs) {
         // "tiermgrctl run" is the page tiermgrctl-run(1).
         let name = command.get_bin_name().unwrap_or(command.get_name()).replace(' ', "-");
-        let mut page = Vec::new();
-        clap_mangen::Man::new(command.display_name(name.clone()).name(name.clone()))
-            .render(&mut page)?;
+        let page =
+            tiermgr_manual::page(command.display_name(name.clone()).name(name.clone()), "1")?;
         pages.push((format!("{name}.1"), page));
     }
     Ok(pages)
@@ -53,7 +52,11 @@ mod tests {
             assert!(names.contains(&name.as_str()), "{name} not in {names:?}");
         }
         for (name, page) in &pages {
-            assert!(String::from_utf8_lossy(page).contains(".SH"), "{name}");
+            let page = String::from_utf8_lossy(page);
+            assert!(page.contains(".SH EXAMPLES") && !page.contains("EXTRA"), "{name}: {page}");
+            if name == "tiermgrctl-run.1" {
+                assert!(page.contains("[\\-\\-dram SIZE]"), "{page}");
+            }
         }
     }
 }

@@ -31,6 +31,10 @@ use tiermgr_wire::{DEFAULT_SOCKET, chain};
 /// `tiermgrctl` itself failed, as `env` and `timeout` have it.
 const EXIT_OURS: u8 = 125;
 
+/// How long a daemon that was killed takes to be back, with room to spare.
+const RESTART_WAIT: Duration = Duration::from_secs(2);
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+
 /// Why CMD was not run, or could not be run to its end.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RunError {
@@ -163,6 +167,13 @@ impl Host {
         }
     }
 
+    fn may_come_back(&self) -> bool {
+        match self {
+            Self::Private(private) => private.is_watched(),
+            Self::System { socket, .. } => socket.exists(),
+        }
+    }
+
     fn wait_for(&mut self, pid: Pid, signals: &Signals) -> io::Result<u8> {
         match self {
             Self::Private(private) => signals.wait_for(pid, private),
@@ -228,7 +239,19 @@ fn finish(args: &RunArgs, code: u8, wall: Duration, host: &Host) -> Option<Repor
         Host::Private(_) => None,
         Host::System { before, .. } => Some(before.as_ref()),
     };
-    match Link::open(Some(host.socket())).and_then(|link| link.status()) {
+    // It may be starting anew at this moment.
+    let deadline = Instant::now() + RESTART_WAIT;
+    let status = loop {
+        match Link::open(Some(host.socket())).and_then(|link| link.status()) {
+            Err(ConnectError::Absent { .. } | ConnectError::Broken(_))
+                if host.may_come_back() && Instant::now() < deadline =>
+            {
+                std::thread::sleep(LOOK_EVERY);
+            }
+            asked => break asked,
+        }
+    };
+    match status {
         Ok(status) => Some(Report::new(args, code, wall, &status, before)),
         Err(_) if matches!(host, Host::Private(_)) => {
             complain("no summary: the private daemon is no longer there");

@@ -117,6 +117,11 @@ impl Private {
         &self.socket
     }
 
+    /// Whether it was not seen to be gone for good.
+    pub(super) fn is_watched(&self) -> bool {
+        self.watched.is_some()
+    }
+
     fn wait_until_ready(&mut self, signals: &Signals) -> Result<(), RunError> {
         let system = |error| RunError::System("waiting for the private daemon", error);
         let mut progress = Progress::new("preparing the private daemon and its store");
