@@ -164,8 +164,8 @@ pub struct Store {
 
 impl Store {
     /// Opens the store under its exclusive lock, with the leases that the state directory knows.
-    /// Blocks for some reads and writes of the device, and where another process still holds the
-    /// lock as `tiermgr_sys::disk::open_store` says.
+    /// Blocks for the time that the file system takes to set the space aside and, where there is no header
+    /// yet, that it takes to see that a file is blank.
     ///
     /// # Errors
     /// See [`StoreError`]; nothing of the store was changed.

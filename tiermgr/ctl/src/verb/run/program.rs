@@ -154,6 +154,21 @@ mod tests {
     }
 
     #[test]
+    fn what_changes_its_user_is_recognised() {
+        if !nix::unistd::geteuid().is_root() {
+            eprintln!("skipped: needs root");
+            assert!(env::var_os("TIERMGR_CI_STRICT").is_none(), "needs root");
+            return;
+        }
+        let path = file("user", 0o755, &elf(CLASS_64, PT_INTERP));
+        std::os::unix::fs::chown(&path, Some(65534), None).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o4755)).unwrap();
+        let is_honoured = !nix::sys::statvfs::statvfs(&path)
+            .is_ok_and(|fs| fs.flags().contains(nix::sys::statvfs::FsFlags::ST_NOSUID));
+        assert_eq!(kind(&path), is_honoured.then_some(Kind::SetUser));
+    }
+
+    #[test]
     fn programs_of_the_system_are_no_obstacle() {
         for name in ["sh", "cat", "no-such-program-anywhere", ""] {
             assert_eq!(obstacle(OsStr::new(name)), None, "{name}");
