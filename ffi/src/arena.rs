@@ -39,6 +39,8 @@ const CLEAN: State = 3;
 const BUSY: State = 4;
 /// Waits for a discard to be confirmed.
 const DOUBTFUL: State = 5;
+/// Nobody's for good.
+const RETIRED: State = 6;
 
 /// A kind of free block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,6 +74,8 @@ pub enum Fate {
     Free(Kind),
     /// Nobody's, until a discard of it is confirmed.
     Doubtful,
+    /// Nobody's for good: the program has put something else there.
+    Retired,
 }
 
 /// Links hold page number + 1, so that zero means "none".
@@ -238,6 +242,7 @@ impl Arena {
                 self.write(block, DOUBTFUL);
                 self.link(OF_DOUBTFUL, block.first);
             }
+            Fate::Retired => self.write(block, RETIRED),
         }
     }
 

@@ -158,12 +158,41 @@ impl Arenas {
     /// # Errors
     /// [`NotLive`].
     pub fn free(&mut self, address: usize) -> Result<(), NotLive> {
-        let (index, block) = self.find(address)?;
-        let fate = self.fate_of(address, block.pages);
-        if let Some(arena) = &mut self.list[index] {
-            arena.free(block, fate);
+        self.free_but(address, |_, end| (end, false))
+    }
+
+    /// Frees the block at `address` without the parts of it that nobody may have again. `run` gives, for
+    /// an address in the block and its end, where the next part ends and whether it is such a one.
+    ///
+    /// # Errors
+    /// [`NotLive`].
+    pub fn free_but(
+        &mut self,
+        address: usize,
+        run: impl Fn(usize, usize) -> (usize, bool),
+    ) -> Result<(), NotLive> {
+        let (_, block) = self.find(address)?;
+        self.release_but(address, block.pages as usize * self.page_bytes, run)
+    }
+
+    /// As [`Self::release`], without the parts that nobody may have again; see [`Self::free_but`].
+    ///
+    /// # Errors
+    /// [`NotLive`]. Where no part is such a one nothing is changed then.
+    pub fn release_but(
+        &mut self,
+        address: usize,
+        bytes: usize,
+        run: impl Fn(usize, usize) -> (usize, bool),
+    ) -> Result<(), NotLive> {
+        let end = address + bytes;
+        let mut at = address;
+        while at < end {
+            let (until, is_lost) = run(at, end);
+            let retired = is_lost.then_some(Fate::Retired);
+            self.release_as(at, until - at, retired)?;
+            at = until;
         }
-        self.count_freed(block.pages, fate);
         Ok(())
     }
 
@@ -172,8 +201,17 @@ impl Arenas {
     /// # Errors
     /// [`NotLive`], and nothing is changed.
     pub fn release(&mut self, address: usize, bytes: usize) -> Result<(), NotLive> {
+        self.release_as(address, bytes, None)
+    }
+
+    fn release_as(
+        &mut self,
+        address: usize,
+        bytes: usize,
+        fate: Option<Fate>,
+    ) -> Result<(), NotLive> {
         let pages = self.pages_of(bytes).ok_or(NotLive)?;
-        let fate = self.fate_of(address, pages);
+        let fate = fate.unwrap_or_else(|| self.fate_of(address, pages));
         let freed = self.list.iter_mut().flatten().any(|arena| {
             arena.range(address, pages).is_some_and(|range| arena.release(range, fate))
         });

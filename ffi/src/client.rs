@@ -3,11 +3,12 @@
 use crate::arenas::{Allocated, NotLive};
 use crate::fork;
 use crate::heap::{Discarded, Heap, Source};
-use crate::link::{Config, Failed, Link, Patience};
+use crate::link::{Config, Failed, Link, Patience, Uncancelled};
 use crate::lock::{Entered, Guarded};
 use crate::space::{CHUNK, Locking, Reserved, page_bytes};
 use crate::status::{Error, Result, Status};
 use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::Duration;
 use tiermgr_wire::control::FamilyStats;
 use tiermgr_wire::hello::Class;
 use tiermgr_wire::reply::FromDaemon;
@@ -73,6 +74,9 @@ struct Connected {
     /// again.
     unanswered: Vec<Reserved>,
 }
+
+/// Between two attempts to learn what became of a discard.
+const ASK_AGAIN: Duration = Duration::from_millis(10);
 
 /// More than these stay reserved for good. They are address space only.
 const UNANSWERED_MAX: usize = 16;
@@ -267,17 +271,11 @@ impl Client {
     /// # Errors
     /// `InvalidArgument` for another number; else as [`Self::discard_range`].
     pub fn advise(&self, start: usize, len: usize, advice: i32) -> Result<()> {
-        let advice = match advice {
-            0 => Advice::Normal,
-            1 => Advice::WillNeed,
-            2 => Advice::Cold,
-            3 => Advice::Sequential,
-            4 => Advice::Random,
-            5 => Advice::Cyclic,
-            6 => Advice::ReadMostly,
-            7 => return self.discard_range(start, len),
-            _ => return Err(Error::new(Status::InvalidArgument, "no such tiermgr_advice")),
-        };
+        if advice == DONTNEED {
+            return self.discard_range(start, len);
+        }
+        let advice = advice_of(advice)
+            .ok_or(Error::new(Status::InvalidArgument, "no such tiermgr_advice"))?;
         self.ask_done(&ToDaemon::Advise { start: start as u64, len: len as u64, advice })
     }
 
@@ -288,23 +286,66 @@ impl Client {
     /// no helper. With `ConnectionLost`, `ShuttingDown` and `Internal` they may be dropped later, at any
     /// time until this succeeds.
     pub fn discard_range(&self, start: usize, len: usize) -> Result<()> {
+        Ok(self.try_discard(start, len)?)
+    }
+
+    /// Drops the bytes of a range, or changes nothing. Once the daemon has been asked this waits until it
+    /// is known which of the two: as a touch of a parked page does, for a daemon that comes back too.
+    ///
+    /// # Errors
+    /// As [`Self::discard_range`]; but nothing of what failed happens later.
+    pub fn discard_surely(&self, start: usize, len: usize) -> Result<()> {
+        let _uncancelled = Uncancelled::new();
+        let mut is_asked = false;
+        loop {
+            match self.try_discard(start, len) {
+                Ok(()) => return Ok(()),
+                // A daemon that ends as it was told to has carried out what it had begun, and all bytes are
+                // in their place: nothing is left that could happen, and nobody comes back.
+                Err(failed) if failed.error.status == Status::ShuttingDown => {
+                    return Err(failed.error);
+                }
+                Err(Failed { may_happen: true, .. }) => is_asked = true,
+                // A daemon that is away says nothing of what it was asked before.
+                Err(Failed { error, .. }) if is_asked && error.status == Status::ConnectionLost => {
+                }
+                Err(failed) => return Err(failed.error),
+            }
+            // Without the lock: others, and a fork, may need it meanwhile.
+            std::thread::sleep(ASK_AGAIN);
+        }
+    }
+
+    fn try_discard(&self, start: usize, len: usize) -> Answered<()> {
         let message = ToDaemon::Discard { start: start as u64, len: len as u64 };
-        let answer = self.enter()?.link.request(&message, Patience::Restart);
+        let answer = self.enter().map_err(Failed::never)?.link.request(&message, Patience::Restart);
         match done(answer) {
             Ok(()) => {
                 self.heap.settle(start, len);
                 Ok(())
             }
-            Err(Failed { may_happen: true, error }) => {
+            Err(failed @ Failed { may_happen: true, .. }) => {
                 self.heap.doubt(start, len);
-                Err(error)
+                Err(failed)
             }
-            Err(Failed { error, .. }) if error.status == Status::Protocol => Err(Error::new(
-                Status::Unsupported,
-                "nobody can drop these bytes: the range is locked (mlock), or the helper of this \
-                 process has ended; overwrite them instead",
-            )),
-            Err(failed) => Err(failed.error),
+            Err(Failed { error, .. }) if error.status == Status::Protocol => {
+                Err(Failed::never(Error::new(
+                    Status::Unsupported,
+                    "nobody can drop these bytes: the range is locked (mlock), or the helper of this \
+                     process has ended; overwrite them instead",
+                )))
+            }
+            Err(failed) => Err(failed),
+        }
+    }
+
+    /// Gives advice that may be lost: this waits for nobody. `advice` is a `tiermgr_advice` but `DONTNEED`.
+    pub fn hint(&self, start: usize, len: usize, advice: i32) {
+        let Some(advice) = advice_of(advice) else { return };
+        let message = ToDaemon::Advise { start: start as u64, len: len as u64, advice };
+        if let Some(mut connected) = self.connected.try_enter() {
+            // Whether it was taken is of no consequence to the program.
+            let _taken = connected.link.request(&message, Patience::Brief).is_ok();
         }
     }
 
@@ -453,6 +494,22 @@ fn reserve(bytes: usize) -> Result<Reserved> {
     })?;
     range.advise(libc::MADV_HUGEPAGE);
     Ok(range)
+}
+
+/// `TIERMGR_ADVICE_DONTNEED`.
+const DONTNEED: i32 = 7;
+
+const fn advice_of(number: i32) -> Option<Advice> {
+    Some(match number {
+        0 => Advice::Normal,
+        1 => Advice::WillNeed,
+        2 => Advice::Cold,
+        3 => Advice::Sequential,
+        4 => Advice::Random,
+        5 => Advice::Cyclic,
+        6 => Advice::ReadMostly,
+        _ => return None,
+    })
 }
 
 type Answered<T> = std::result::Result<T, Failed>;

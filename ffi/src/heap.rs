@@ -5,6 +5,7 @@
 
 pub use crate::arenas::Discarded;
 use crate::arenas::{ARENAS_MAX, Allocated, Arenas, NotLive};
+use crate::changes::Changes;
 use crate::lock::{Entered, Guarded};
 use crate::space::{CHUNK, Table, ZeroIsValid, page_bytes};
 use crate::status::{Error, Result, Status};
@@ -35,9 +36,9 @@ pub trait Source {
 }
 
 #[derive(Debug)]
-struct Bounds {
-    start: AtomicUsize,
-    end: AtomicUsize,
+pub(crate) struct Bounds {
+    pub(crate) start: AtomicUsize,
+    pub(crate) end: AtomicUsize,
     /// One bit for each page, in a heap with extents: a block of [`Heap::allocate`] begins there.
     first_pages: OnceLock<&'static [AtomicU64]>,
 }
@@ -60,9 +61,10 @@ pub struct Heap {
     /// Held while an arena is being made, so that one is made where several threads need one. Holds
     /// the size of the next.
     growth: Guarded<usize>,
-    bounds: [Bounds; ARENAS_MAX],
-    bounds_len: AtomicUsize,
+    pub(crate) bounds: [Bounds; ARENAS_MAX],
+    pub(crate) bounds_len: AtomicUsize,
     has_extents: bool,
+    pub(crate) changes: Changes,
 }
 
 // SAFETY: the bits of an integer.
@@ -85,6 +87,7 @@ impl Heap {
             }; ARENAS_MAX],
             bounds_len: AtomicUsize::new(0),
             has_extents: false,
+            changes: Changes::new(),
         }
     }
 
@@ -195,14 +198,15 @@ impl Heap {
         }
     }
 
-    /// Frees the block at `address`.
+    /// Frees the block at `address`. Pages of it that are changed still ([`Heap::change`]) are nobody's
+    /// from here on.
     ///
     /// # Errors
     /// [`NotLive`].
     pub fn free(&self, source: &impl Source, address: usize) -> std::result::Result<(), NotLive> {
         // A thread that is inside already came here from a signal handler; its block is lost.
         let Some(mut arenas) = self.arenas.enter() else { return Ok(()) };
-        arenas.free(address)?;
+        arenas.free_but(address, |at, end| self.changed_run(at, end))?;
         // While the lock is held: nobody has got these pages anew.
         self.set_owner(address, false);
         self.discard_excess(source, arenas);
@@ -221,7 +225,7 @@ impl Heap {
         bytes: usize,
     ) -> std::result::Result<bool, NotLive> {
         let Some(mut arenas) = self.arenas.enter() else { return Ok(false) };
-        arenas.release(address, bytes)?;
+        arenas.release_but(address, bytes, |at, end| self.changed_run(at, end))?;
         self.discard_excess(source, arenas);
         Ok(true)
     }
@@ -289,6 +293,15 @@ impl Heap {
     /// [`NotLive`].
     pub fn resize(&self, address: usize, bytes: usize) -> std::result::Result<bool, NotLive> {
         let Some(mut arenas) = self.arenas.enter() else { return Ok(false) };
+        let end = address + arenas.usable_bytes(address)?;
+        // A part that the program has changed stays with the whole: it is put right when that is freed.
+        if bytes < end - address
+            && let rest = (address + bytes).next_multiple_of(page_bytes())
+            && rest < end
+            && self.changed_run(rest, end) != (end, false)
+        {
+            return Ok(true);
+        }
         arenas.resize(address, bytes)
     }
 

@@ -6,13 +6,14 @@
 //! memory of the second is passed on ([`preloaded`]).
 //!
 //! From the bottom up: [`space`] reserves address ranges, [`arena`] and [`arenas`] cut them into
-//! blocks, [`heap`] grows and trims arenas, [`link`](mod@link) talks with the daemon, [`client`] joins the two,
+//! blocks, [`heap`] grows and trims arenas, [`changes`] knows what the program did to its pages, [`link`](mod@link) talks with the daemon, [`client`] joins the two,
 //! and [`fork`] carries clients into forked children.
 
 pub mod arena;
 pub mod arenas;
 #[cfg(feature = "capi")]
 pub mod capi;
+pub mod changes;
 pub mod client;
 pub mod fds;
 pub mod fork;

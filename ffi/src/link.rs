@@ -95,7 +95,7 @@ pub struct Failed {
 }
 
 impl Failed {
-    const fn never(error: Error) -> Self {
+    pub(crate) const fn never(error: Error) -> Self {
         Self { error, may_happen: false }
     }
 
@@ -666,7 +666,7 @@ fn nanoseconds(duration: Duration) -> u64 {
 
 /// Keeps a cancelled thread from ending inside `malloc`, with the lock held.
 #[derive(Debug)]
-struct Uncancelled {
+pub(crate) struct Uncancelled {
     before: libc::c_int,
 }
 
@@ -677,7 +677,7 @@ unsafe extern "C" {
 const PTHREAD_CANCEL_DISABLE: libc::c_int = 1;
 
 impl Uncancelled {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let mut before = 0;
         // SAFETY: `before` outlives the call, and the state is one of the two that exist.
         unsafe { pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &raw mut before) };
