@@ -207,6 +207,14 @@ impl Heap {
             .map(|run| run.range)
     }
 
+    /// Whether nothing was ever changed in the arena in which `address` lies.
+    #[must_use]
+    pub fn is_unchanged(&self, address: usize) -> bool {
+        self.bounds_of(address).is_none_or(|(arena, bounds)| {
+            self.changes.table(arena, bounds.len() / page_bytes()).is_none()
+        })
+    }
+
     /// From `at` on: the end of what is changed, or of what is not, and which of the two it is.
     pub(crate) fn changed_run(&self, at: usize, end: usize) -> (usize, bool) {
         self.runs(at..end, |flags| flags != 0)

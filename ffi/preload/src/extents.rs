@@ -19,7 +19,7 @@
 //! parked table would have to come back for each malloc and free. `tests/malloc/small_border.c`
 //! says so of this version.
 
-use crate::{errno, log, route};
+use crate::{errno, log, route, vm};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -96,6 +96,7 @@ unsafe extern "C" fn dalloc(
 ) -> bool {
     let Some(client) = route::client() else { return true };
     let before = errno::get();
+    vm::before_release(client, extent as usize, bytes);
     let released = client.release_extent(extent as usize, bytes);
     errno::set(before);
     match released {

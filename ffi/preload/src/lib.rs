@@ -23,6 +23,9 @@
 //! `close` and its kin are interposed as well (`descriptors`): a program that closes all descriptors
 //! it does not know must not cut us off.
 //!
+//! So are the calls by which a program changes its memory, `madvise`, `mmap`, `mprotect` and their like
+//! ([`vm`]): on managed memory they must mean what they mean everywhere.
+//!
 //! | variable | meaning |
 //! |---|---|
 //! | `TIERMGR_SOCKET` | socket of the daemon |
@@ -46,3 +49,4 @@ mod own;
 mod route;
 mod settings;
 mod small;
+mod vm;

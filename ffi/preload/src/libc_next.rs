@@ -74,6 +74,7 @@ pub(crate) fn next() -> Option<Next> {
 fn find() -> Option<Next> {
     if STAGE.compare_exchange(UNKNOWN, ASKING, Ordering::Acquire, Ordering::Acquire).is_ok() {
         look_up();
+        crate::vm::look_up(symbol);
         STAGE.store(KNOWN, Ordering::Release);
     }
     (STAGE.load(Ordering::Acquire) == KNOWN).then(collect)

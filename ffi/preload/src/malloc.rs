@@ -3,7 +3,7 @@
 use crate::libc_next::{Next, next};
 use crate::route::{self, Outcome};
 use crate::small::{self, Who};
-use crate::{bootstrap, errno, log};
+use crate::{bootstrap, errno, log, vm};
 use std::ffi::{c_int, c_void};
 use std::ptr;
 use tikv_jemalloc_sys as je;
@@ -139,6 +139,7 @@ pub(crate) unsafe extern "C" fn free(block: *mut c_void) {
         unsafe { small::free(block) };
     } else if let Some(client) = route::owner(block as usize) {
         let before = errno::get();
+        vm::before_free(client, block as usize);
         if client.free(block as usize).is_err() {
             invalid("free", block);
         }

@@ -1,7 +1,7 @@
 //! Who serves a large request, and the connection that is made for the first managed one.
 
 use crate::settings::{self, Settings};
-use crate::{extents, log, small};
+use crate::{extents, log, small, vm};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 use tiermgr::client::Client;
 use tiermgr::fork;
@@ -169,6 +169,10 @@ extern "C" fn start() {
         settings.small = false;
     }
     if let Err(error) = fork::call_around(before_fork, after_fork, after_fork) {
+        log::warn(format_args!("{error}; all memory comes from libc"));
+        return;
+    }
+    if let Err(error) = vm::install() {
         log::warn(format_args!("{error}; all memory comes from libc"));
         return;
     }

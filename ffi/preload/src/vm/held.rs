@@ -1,0 +1,169 @@
+//! Memory of which a forked child is to see zeros, or nothing (`MADV_WIPEONFORK`, `MADV_DONTFORK`).
+//!
+//! The kernel does that, to pages that are in their place; of one that is parked it knows nothing, and the
+//! child would get it as any other. So such memory is held under a lease as long as it is so.
+
+use super::native::{self, Errno};
+use super::{Whose, change, whose};
+use crate::log;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use tiermgr::changes::{Flags, GUARDED, NO_READ, NO_WRITE, NOT_FORKED, REPLACED, UNMAPPED, WIPED};
+use tiermgr::client::Client;
+use tiermgr::fork;
+use tiermgr::lock::Guarded;
+use tiermgr::space::page_bytes;
+use tiermgr::status::{Result, Status};
+
+/// Leases at once.
+const HOLDS_MAX: usize = 64;
+
+#[derive(Clone, Copy)]
+struct Hold {
+    start: usize,
+    end: usize,
+    lease: u64,
+}
+
+static HOLDS: Guarded<[Option<Hold>; HOLDS_MAX]> = Guarded::new([None; HOLDS_MAX]);
+
+/// Brings a managed range in and holds it.
+pub(super) fn hold(client: &Client, range: &Range<usize>) -> std::result::Result<(), Errno> {
+    let lease = client.pin(range.start, range.len()).map_err(|error| match error.status {
+        Status::NoRoom | Status::NoMemory => libc::ENOMEM,
+        Status::DataLost => libc::EIO,
+        _ => libc::EAGAIN,
+    })?;
+    for run in client.heap().runs(range.clone(), is_writable).filter(|run| run.kind) {
+        write_to_each_page(&run.range);
+    }
+    let kept = HOLDS.enter().and_then(|mut holds| {
+        let free = holds.iter_mut().find(|hold| hold.is_none())?;
+        *free = Some(Hold { start: range.start, end: range.end, lease });
+        Some(())
+    });
+    kept.ok_or_else(|| {
+        end(client, lease);
+        libc::ENOMEM
+    })
+}
+
+const fn is_writable(flags: Flags) -> bool {
+    flags & (NO_READ | NO_WRITE | GUARDED | REPLACED | UNMAPPED) == 0
+}
+
+/// A page that was read back has a copy in the store until the first write. The child, whose page is
+/// another one, must not be given that.
+fn write_to_each_page(range: &Range<usize>) {
+    for page in range.clone().step_by(page_bytes()) {
+        // SAFETY: a byte of memory that the program can read and write, and which others change by atomic
+        // means or at their own risk.
+        let byte = unsafe { AtomicU8::from_ptr(page as *mut u8) };
+        let value = byte.load(Ordering::Relaxed);
+        // Also where another thread was faster the page has been written to.
+        let _same =
+            byte.compare_exchange(value, value, Ordering::Relaxed, Ordering::Relaxed).is_ok();
+    }
+}
+
+fn end(client: &Client, lease: u64) {
+    if let Err(error) = client.unpin(lease) {
+        log::info(format_args!("memory stays held until the process ends: {error}"));
+    }
+}
+
+/// Ends the leases of which nothing is wanted any more.
+pub(super) fn release(client: &Client) {
+    let wanted = |flags: Flags| flags & (WIPED | NOT_FORKED) != 0;
+    loop {
+        let unused = HOLDS.enter().and_then(|mut holds| {
+            let unused = holds.iter_mut().find(|hold| {
+                hold.is_some_and(|hold| {
+                    !client.heap().runs(hold.start..hold.end, wanted).any(|run| run.kind)
+                })
+            })?;
+            unused.take()
+        });
+        match unused {
+            Some(Hold { lease, .. }) => end(client, lease),
+            None => return,
+        }
+    }
+}
+
+static ACROSS_FORK: AtomicBool = AtomicBool::new(false);
+
+extern "C" fn before_fork() {
+    ACROSS_FORK.store(HOLDS.hold_for_fork(), Ordering::Relaxed);
+}
+
+extern "C" fn after_fork() {
+    if ACROSS_FORK.swap(false, Ordering::Relaxed) {
+        HOLDS.release_after_fork();
+    }
+}
+
+extern "C" fn in_child() {
+    after_fork();
+    if let Some(client) = crate::route::client() {
+        close_what_was_not_forked(client);
+        hold_anew(client);
+    }
+}
+
+/// What the child did not get is not managed there. It is mapped without access at once, so that nothing
+/// else comes to lie in an arena.
+fn close_what_was_not_forked(client: &Client) {
+    for range in client.heap().changed(NOT_FORKED) {
+        // Clearing and setting where flags are already never fails.
+        let _changed = change(client, &range, REPLACED | UNMAPPED, !(REPLACED | UNMAPPED)).is_ok();
+        close_hole(&range);
+    }
+}
+
+/// Maps what has no access where nothing is mapped.
+pub(super) fn close_hole(range: &Range<usize>) {
+    let flags =
+        libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
+    // SAFETY: it replaces nothing. Where somebody was faster, or there is no memory for it, the range is
+    // theirs: its flags say that it is not managed.
+    let _held =
+        unsafe { native::mmap(range.start, range.len(), libc::PROT_NONE, flags, -1, 0) }.is_ok();
+}
+
+/// Leases are the parent's alone. Without them what the child writes to wiped memory could be parked, and
+/// its own children would find it.
+fn hold_anew(client: &Client) {
+    let Some(mut holds) = HOLDS.enter() else { return };
+    for slot in holds.iter_mut() {
+        let Some(hold) = slot else { continue };
+        let wiped = |flags: Flags| flags & WIPED != 0 && whose(flags) == Whose::Ours;
+        let range = hold.start..hold.end;
+        let outcome = match client.heap().runs(range, wiped).find(|run| run.kind) {
+            Some(_) => client.pin(hold.start, hold.end - hold.start).map(Some),
+            None => Ok(None),
+        };
+        *slot = renewed(*hold, outcome);
+    }
+}
+
+fn renewed(hold: Hold, outcome: Result<Option<u64>>) -> Option<Hold> {
+    match outcome {
+        Ok(lease) => lease.map(|lease| Hold { lease, ..hold }),
+        Err(error) => {
+            log::warn(format_args!(
+                "memory under MADV_WIPEONFORK is not held in a forked child, whose own children may find \
+                 its bytes there: {error}"
+            ));
+            None
+        }
+    }
+}
+
+/// Follows forks, after the client does.
+///
+/// # Errors
+/// `NoMemory`.
+pub(crate) fn install() -> Result<()> {
+    fork::call_around(before_fork, after_fork, in_child)
+}

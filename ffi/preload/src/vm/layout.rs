@@ -1,0 +1,286 @@
+//! munmap, and mmap over what is there.
+
+use super::Whose;
+use super::held::release;
+use super::native::{self, Errno};
+use super::{Outcome, access_of, change, drop_bytes, flags_of, whose};
+use std::ffi::c_int;
+use std::ops::Range;
+use tiermgr::changes::{Flags, GUARDED, KEYED, LOCKED, NOT_FORKED, REPLACED, UNMAPPED, WIPED};
+use tiermgr::client::Client;
+use tiermgr::space::page_bytes;
+
+/// What the daemon counts in.
+const EXTENT: usize = 64 << 10;
+const ALL: Flags = Flags::MAX;
+
+/// Arguments of mmap other than the address.
+#[derive(Clone, Copy)]
+pub(super) struct Mapping {
+    pub(super) bytes: usize,
+    pub(super) access: c_int,
+    pub(super) flags: c_int,
+    pub(super) fd: c_int,
+    pub(super) offset: usize,
+}
+
+/// munmap. The addresses stay taken: were they given to others, whatever the helper was told to move a moment
+/// before would be theirs. To the program nothing is there.
+pub(super) fn munmap(client: &Client, range: Range<usize>) -> Outcome {
+    for run in client.heap().runs(range, |flags| flags) {
+        match (run.ours, whose(run.kind)) {
+            (false, _) => {
+                // SAFETY: the program asked for it.
+                unsafe { native::munmap(run.range.start, run.range.len()) }?;
+            }
+            (true, Whose::Ours) => let_go(client, &run.range, run.kind)?,
+            (true, Whose::Foreign) => {
+                cover(&run.range)?;
+                change(client, &run.range, UNMAPPED, 0)?;
+            }
+            (true, Whose::Nobodys) => {}
+        }
+    }
+    Ok(0)
+}
+
+/// Makes managed memory of one kind inaccessible and drops its bytes.
+pub(super) fn let_go(client: &Client, range: &Range<usize>, flags: Flags) -> Result<(), Errno> {
+    change(client, range, UNMAPPED, 0)?;
+    if let Err(why) = close(client, range, flags) {
+        change(client, range, 0, UNMAPPED)?;
+        return Err(why);
+    }
+    change(client, range, 0, ALL & !UNMAPPED)?;
+    // Bytes that stay take room until the block is freed, and nobody can read them: before anything else
+    // is to be seen here they are dropped again.
+    let _dropped = drop_bytes(client, range).is_ok();
+    Ok(())
+}
+
+/// Takes back what the program had asked for, and all access.
+fn close(client: &Client, range: &Range<usize>, flags: Flags) -> Result<(), Errno> {
+    fork_as_usual(client, range, flags)?;
+    if flags & LOCKED != 0 {
+        // SAFETY: a lock changes no byte.
+        unsafe { native::munlock(range.start, range.len()) }?;
+    }
+    set_access(range, libc::PROT_NONE, flags)
+}
+
+/// Ends what `MADV_WIPEONFORK` and `MADV_DONTFORK` asked for.
+pub(super) fn fork_as_usual(
+    client: &Client,
+    range: &Range<usize>,
+    flags: Flags,
+) -> Result<(), Errno> {
+    for (flag, advice) in [(WIPED, libc::MADV_KEEPONFORK), (NOT_FORKED, libc::MADV_DOFORK)] {
+        if flags & flag != 0 {
+            // SAFETY: it changes no byte.
+            unsafe { native::madvise(range.start, range.len(), advice) }?;
+            change(client, range, 0, flag)?;
+        }
+    }
+    if flags & (WIPED | NOT_FORKED) != 0 {
+        release(client);
+    }
+    Ok(())
+}
+
+/// Sets protection, and takes a key away.
+pub(super) fn set_access(range: &Range<usize>, access: c_int, flags: Flags) -> Result<(), Errno> {
+    let (start, bytes) = (range.start, range.len());
+    let outcome = if flags & KEYED == 0 {
+        // SAFETY: the callers' program asked for it, or has given the memory up.
+        unsafe { native::mprotect(start, bytes, access) }
+    } else {
+        // SAFETY: as above.
+        unsafe { native::pkey_mprotect(start, bytes, access, 0) }
+    };
+    outcome.map(|_zero| ())
+}
+
+/// Maps what has no access over something that is not managed.
+pub(super) fn cover(range: &Range<usize>) -> Result<(), Errno> {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
+    // SAFETY: the program has unmapped what is there, or given up the block around it.
+    unsafe { native::mmap(range.start, range.len(), libc::PROT_NONE, flags, -1, 0) }.map(|_at| ())
+}
+
+/// mmap with `MAP_FIXED` or `MAP_FIXED_NOREPLACE`.
+pub(super) fn mmap(client: &Client, range: Range<usize>, mapping: Mapping) -> Outcome {
+    let Mapping { flags, .. } = mapping;
+    if flags & libc::MAP_FIXED_NOREPLACE != 0 && !is_free(client, &range) {
+        return Err(libc::EEXIST);
+    }
+    let kind = flags & libc::MAP_TYPE;
+    let is_plain = flags & libc::MAP_ANONYMOUS != 0
+        && kind == libc::MAP_PRIVATE
+        && flags & (libc::MAP_HUGETLB | libc::MAP_GROWSDOWN) == 0;
+    let start = range.start;
+    if is_plain {
+        for run in client.heap().runs(range, |flags| flags) {
+            if run.ours && run.kind & REPLACED == 0 {
+                empty(client, &run.range, run.kind, mapping)?;
+            } else {
+                over_foreign(&run.range, mapping)?;
+                change(client, &run.range, 0, UNMAPPED)?;
+            }
+        }
+    } else {
+        replace(client, &range, mapping)?;
+    }
+    Ok(start)
+}
+
+/// Whether all of a range is managed and unmapped. One that lies in part outside meets the guard page of
+/// an arena, which is mapped.
+fn is_free(client: &Client, range: &Range<usize>) -> bool {
+    let mut runs = client.heap().runs(range.clone(), |flags| whose(flags) == Whose::Nobodys);
+    runs.all(|run| run.ours && run.kind)
+}
+
+fn over_foreign(range: &Range<usize>, mapping: Mapping) -> Result<(), Errno> {
+    let Mapping { access, flags, .. } = mapping;
+    let flags = flags & !libc::MAP_FIXED_NOREPLACE | libc::MAP_FIXED;
+    // SAFETY: the program asked for it.
+    unsafe { native::mmap(range.start, range.len(), access, flags, -1, 0) }.map(|_at| ())
+}
+
+/// New private memory over managed memory of one kind: the same memory without its bytes.
+fn empty(
+    client: &Client,
+    range: &Range<usize>,
+    before: Flags,
+    mapping: Mapping,
+) -> Result<(), Errno> {
+    const POPULATE: c_int = libc::MAP_POPULATE;
+    let access = mapping.access & (libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC);
+    change(client, range, before | UNMAPPED, 0)?;
+    if let Err(why) = close(client, range, before).and_then(|()| drop_bytes(client, range)) {
+        if before & (UNMAPPED | GUARDED) == 0 {
+            set_access(range, access_of(before), 0)?;
+            change(client, range, 0, UNMAPPED)?;
+        }
+        return Err(why);
+    }
+    set_access(range, access, 0)?;
+    change(client, range, flags_of(access), ALL)?;
+    let (start, bytes) = (range.start, range.len());
+    if mapping.flags & libc::MAP_LOCKED != 0 {
+        change(client, range, LOCKED, 0)?;
+        // The kernel does not tell either where it could not lock all of it.
+        // SAFETY: a lock changes no byte.
+        let _locked = unsafe { native::mlock(start, bytes) }.is_ok();
+    } else if mapping.flags & POPULATE != 0 {
+        let advice = if access & libc::PROT_WRITE == 0 {
+            libc::MADV_POPULATE_READ
+        } else {
+            libc::MADV_POPULATE_WRITE
+        };
+        // As little does it tell here.
+        // SAFETY: it changes no byte.
+        let _populated = unsafe { native::madvise(start, bytes, advice) }.is_ok();
+    }
+    Ok(())
+}
+
+/// Something else over managed memory. It is mapped elsewhere first: what the kernel has against it shows
+/// before anything is lost.
+fn replace(client: &Client, range: &Range<usize>, mapping: Mapping) -> Result<(), Errno> {
+    let Mapping { bytes, access, flags, fd, offset } = mapping;
+    let flags = flags & !(libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE);
+    // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
+    let made = unsafe { native::mmap(0, bytes, access, flags, fd, offset) }?;
+    let length = range.len();
+    put_over(client, range, |to| {
+        let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+        // SAFETY: the program asked for what is made to be here; nothing is on its way to what was.
+        unsafe { native::mremap(made, length, length, flags, to) }
+    })
+    .inspect_err(|_| {
+        // SAFETY: nobody has seen it yet.
+        let _unmapped = unsafe { native::munmap(made, length) }.is_ok();
+    })
+}
+
+/// Has something that is not managed put over a range. Before that the daemon lets go of it: it arms the
+/// memory, so that the kernel tells it what happens there; it drops the bytes, so that there is nothing to
+/// be moved; and it holds the extents that lie partly outside, since a move of their other part would pass
+/// over this one. When the kernel has told it, it does nothing there any more.
+pub(super) fn put_over(
+    client: &Client,
+    range: &Range<usize>,
+    put: impl FnOnce(usize) -> Outcome,
+) -> Result<(), Errno> {
+    let mut edges = Edges::new(client);
+    let is_managed = |flags: Flags| flags & REPLACED == 0;
+    for run in client.heap().runs(range.clone(), is_managed).filter(|run| run.ours && run.kind) {
+        edges.arm(&run.range)?;
+        edges.hold(&run.range)?;
+    }
+    for run in client.heap().runs(range.clone(), |flags| flags) {
+        if run.ours && is_managed(run.kind) {
+            fork_as_usual(client, &run.range, run.kind)?;
+            if run.kind & LOCKED != 0 {
+                // SAFETY: a lock changes no byte.
+                unsafe { native::munlock(run.range.start, run.range.len()) }?;
+                change(client, &run.range, 0, LOCKED)?;
+            }
+        }
+    }
+    // Made now, so that what is put there is never taken for ours.
+    change(client, range, UNMAPPED, 0)?;
+    for run in client.heap().runs(range.clone(), is_managed).filter(|run| run.ours && run.kind) {
+        drop_bytes(client, &run.range)?;
+    }
+    put(range.start)?;
+    change(client, range, REPLACED, ALL)
+}
+
+/// Leases of the extents at both ends of a range, until they are let go.
+struct Edges<'a> {
+    client: &'a Client,
+    leases: [u64; 8],
+    used: usize,
+}
+
+impl<'a> Edges<'a> {
+    const fn new(client: &'a Client) -> Self {
+        Self { client, leases: [0; 8], used: 0 }
+    }
+
+    /// One page that is held makes all of a region armed.
+    fn arm(&mut self, range: &Range<usize>) -> Result<(), Errno> {
+        let found = self.client.residency(range.start, range.len());
+        if found.map_err(|_away| libc::EAGAIN)?.unarmed_bytes > 0 {
+            self.pin(range.start)?;
+        }
+        Ok(())
+    }
+
+    fn hold(&mut self, range: &Range<usize>) -> Result<(), Errno> {
+        for edge in [range.start, range.end] {
+            if !edge.is_multiple_of(EXTENT) {
+                self.pin(edge & !(EXTENT - 1))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn pin(&mut self, page: usize) -> Result<(), Errno> {
+        let free = self.leases.get_mut(self.used).ok_or(libc::ENOMEM)?;
+        *free = self.client.pin(page, page_bytes()).map_err(|_away_or_full| libc::EAGAIN)?;
+        self.used += 1;
+        Ok(())
+    }
+}
+
+impl Drop for Edges<'_> {
+    fn drop(&mut self) {
+        for &lease in self.leases.iter().take(self.used) {
+            // Without an answer 64 KiB stay in memory until the process ends.
+            let _ended = self.client.unpin(lease).is_ok();
+        }
+    }
+}

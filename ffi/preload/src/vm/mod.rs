@@ -1,0 +1,418 @@
+//! System calls by which a program changes its memory, where that memory is managed.
+//!
+//! To the kernel an arena is one mapping whose pages come and go. A program that discards, moves, unmaps or
+//! protects part of a block by the plain system call would get parked bytes back where it asked for zeros,
+//! wait for ever at an address that nobody serves, or leave its changes to the next owner of the block. So
+//! these calls are made here on the program's behalf. For every other address they cost one look at the
+//! bounds of the arenas, without a lock, and go on to the next library. A range may cover both: each part is
+//! treated as what it is.
+//!
+//! | call | on managed memory |
+//! |---|---|
+//! | `MADV_DONTNEED`, `DONTNEED_LOCKED`, `FREE` | the daemon drops the bytes; `EAGAIN` with nothing changed where it is away (`FREE`: success, the bytes stay); `EINVAL` on locked memory |
+//! | `MADV_GUARD_INSTALL`, `GUARD_REMOVE` | the same, and the part is inaccessible until the guard is removed |
+//! | `MADV_WIPEONFORK`, `DONTFORK`, and back | the part is held in memory under a lease as long as it lasts, then natively; `ENOMEM` where no more may be held |
+//! | `MADV_WILLNEED`, `COLD`, `PAGEOUT`, `NORMAL`, `SEQUENTIAL`, `RANDOM` | advice to the daemon |
+//! | other advice | natively |
+//! | `munmap` | the bytes are dropped and the part is inaccessible; its addresses stay taken until the block is freed, and then serve again |
+//! | `mmap` with `MAP_FIXED`, private and anonymous | the bytes are dropped, the memory stays managed |
+//! | `mmap` with `MAP_FIXED`, anything else | natively, when the daemon has let the part go; it is not managed from then on, and retired when the block is freed |
+//! | `mremap` | the bytes are copied to a new native mapping, which is not managed; the old part is as after `munmap`, or with `MREMAP_DONTUNMAP` empty |
+//! | `mprotect`, `pkey_mprotect`, `mlock`, `mlock2`, `munlock` | natively; undone when the block is freed |
+//!
+//! Nothing here allocates. A signal handler that interrupts this library's own work with the daemon gets
+//! `EAGAIN`.
+
+mod access;
+mod advice;
+mod held;
+mod layout;
+mod mend;
+mod native;
+mod remap;
+
+pub(crate) use held::install;
+pub(crate) use mend::{before_free, before_release};
+pub(crate) use native::look_up;
+
+use crate::{errno, route};
+use native::Errno;
+use std::ffi::{c_int, c_long};
+use std::ops::Range;
+use tiermgr::changes::{EXEC, Flags, NO_READ, NO_WRITE, REPLACED, UNMAPPED};
+use tiermgr::client::Client;
+use tiermgr::space::page_bytes;
+use tiermgr::status::Status;
+
+type Outcome = Result<usize, Errno>;
+
+/// The client and the whole pages of a range, if any of them is managed. What is no range of pages is
+/// nobody's: the kernel says what is wrong with it, and does nothing.
+fn managed(start: usize, bytes: usize) -> Option<(&'static Client, Range<usize>)> {
+    let client = route::client()?;
+    let page = page_bytes();
+    let end = start.checked_add(bytes)?.checked_next_multiple_of(page)?;
+    let range = start..end;
+    let is_ours = bytes > 0 && start.is_multiple_of(page) && client.heap().owns_part_of(&range);
+    is_ours.then_some((client, range))
+}
+
+/// The same for calls that take a range from and to anywhere in a page.
+fn managed_pages(start: usize, bytes: usize) -> Option<(&'static Client, Range<usize>)> {
+    let offset = start % page_bytes();
+    managed(start - offset, bytes.checked_add(offset)?)
+}
+
+/// Gives a result as C functions do. Where all is well errno stays as it was.
+fn give(before: Errno, outcome: Outcome) -> isize {
+    match outcome {
+        Ok(value) => {
+            errno::set(before);
+            value.cast_signed()
+        }
+        Err(why) => {
+            errno::set(why);
+            -1
+        }
+    }
+}
+
+fn give_int(before: Errno, outcome: Outcome) -> c_int {
+    if give(before, outcome) == -1 { -1 } else { 0 }
+}
+
+/// What kind of memory a page is to a system call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Whose {
+    /// Managed.
+    Ours,
+    /// Not managed: the kernel's business alone.
+    Foreign,
+    /// Nothing is there, to the program.
+    Nobodys,
+}
+
+fn whose(flags: Flags) -> Whose {
+    if flags & UNMAPPED != 0 {
+        Whose::Nobodys
+    } else if flags & REPLACED != 0 {
+        Whose::Foreign
+    } else {
+        Whose::Ours
+    }
+}
+
+/// A range in parts, by whom they belong to.
+fn parts(client: &Client, range: Range<usize>) -> impl Iterator<Item = (Range<usize>, Whose)> {
+    client
+        .heap()
+        .runs(range, whose)
+        .map(|run| (run.range, if run.ours { run.kind } else { Whose::Foreign }))
+}
+
+/// Has the daemon drop the bytes of managed memory; where this fails nothing was changed.
+fn drop_bytes(client: &Client, range: &Range<usize>) -> Result<(), Errno> {
+    client.discard_surely(range.start, range.len()).map_err(|error| match error.status {
+        // What the kernel says to it.
+        Status::Unsupported if is_locked(range) => libc::EINVAL,
+        _ => libc::EAGAIN,
+    })
+}
+
+fn is_locked(range: &Range<usize>) -> bool {
+    // The kernel refuses this advice on locked memory.
+    // SAFETY: it changes no byte.
+    let cold = unsafe { native::madvise(range.start, range.len(), libc::MADV_COLD) };
+    cold == Err(libc::EINVAL)
+}
+
+const fn flags_of(access: c_int) -> Flags {
+    let mut flags = 0;
+    if access & libc::PROT_READ == 0 {
+        flags |= NO_READ;
+    }
+    if access & libc::PROT_WRITE == 0 {
+        flags |= NO_WRITE;
+    }
+    if access & libc::PROT_EXEC != 0 {
+        flags |= EXEC;
+    }
+    flags
+}
+
+const fn access_of(flags: Flags) -> c_int {
+    let mut access = libc::PROT_NONE;
+    if flags & NO_READ == 0 {
+        access |= libc::PROT_READ;
+    }
+    if flags & NO_WRITE == 0 {
+        access |= libc::PROT_WRITE;
+    }
+    if flags & EXEC != 0 {
+        access |= libc::PROT_EXEC;
+    }
+    access
+}
+
+/// Sets and clears flags. Clearing alone never fails.
+fn change(client: &Client, range: &Range<usize>, set: Flags, clear: Flags) -> Result<(), Errno> {
+    client.heap().change(range.clone(), set, clear).map_err(|_no_table| libc::ENOMEM)
+}
+
+/// # Safety
+/// madvise(2).
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn madvise(address: usize, bytes: usize, advice: c_int) -> c_int {
+    let before = errno::get();
+    give_int(
+        before,
+        match managed(address, bytes) {
+            Some((client, range)) => advice::madvise(client, range, advice),
+            // SAFETY: same contract.
+            None => unsafe { native::madvise(address, bytes, advice) },
+        },
+    )
+}
+
+/// # Safety
+/// posix_madvise(3).
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn posix_madvise(
+    address: usize,
+    bytes: usize,
+    advice: c_int,
+) -> c_int {
+    // To POSIX this is advice that changes no byte, and glibc does nothing at all. The other numbers are
+    // those of madvise.
+    if advice == libc::POSIX_MADV_DONTNEED {
+        return 0;
+    }
+    let before = errno::get();
+    // SAFETY: same contract.
+    let outcome = unsafe { madvise(address, bytes, advice) };
+    let why = errno::get();
+    errno::set(before);
+    if outcome == 0 { 0 } else { why }
+}
+
+/// # Safety
+/// munmap(2).
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn munmap(address: usize, bytes: usize) -> c_int {
+    let before = errno::get();
+    give_int(
+        before,
+        match managed(address, bytes) {
+            Some((client, range)) => layout::munmap(client, range),
+            // SAFETY: same contract.
+            None => unsafe { native::munmap(address, bytes) },
+        },
+    )
+}
+
+/// # Safety
+/// mmap(2).
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mmap(
+    address: usize,
+    bytes: usize,
+    access: c_int,
+    flags: c_int,
+    fd: c_int,
+    offset: usize,
+) -> isize {
+    let before = errno::get();
+    // Any other is placed where nothing is, and arenas leave no hole.
+    let is_fixed = flags & (libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE) != 0;
+    let ours = if is_fixed { managed(address, bytes) } else { None };
+    give(
+        before,
+        match ours {
+            Some((client, range)) => {
+                layout::mmap(client, range, layout::Mapping { bytes, access, flags, fd, offset })
+            }
+            // SAFETY: same contract.
+            None => unsafe { native::mmap(address, bytes, access, flags, fd, offset) },
+        },
+    )
+}
+
+/// # Safety
+/// mmap(2).
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mmap64(
+    address: usize,
+    bytes: usize,
+    access: c_int,
+    flags: c_int,
+    fd: c_int,
+    offset: usize,
+) -> isize {
+    // SAFETY: same contract.
+    unsafe { mmap(address, bytes, access, flags, fd, offset) }
+}
+
+/// The last argument is there only with some flags; without them nobody looks at it.
+///
+/// # Safety
+/// mremap(2).
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mremap(
+    address: usize,
+    bytes: usize,
+    new_bytes: usize,
+    flags: c_int,
+    to: usize,
+) -> isize {
+    let before = errno::get();
+    let to_fixed = flags & libc::MREMAP_FIXED != 0;
+    // Of a length of zero the kernel looks at the first page.
+    let source = managed(address, bytes.max(1));
+    let target = if to_fixed { managed(to, new_bytes) } else { None };
+    let client = source.as_ref().or(target.as_ref()).map(|(client, _)| *client);
+    give(
+        before,
+        match client {
+            Some(client) => {
+                remap::mremap(client, remap::Move { address, bytes, new_bytes, flags, to })
+            }
+            // SAFETY: same contract.
+            None => unsafe { native::mremap(address, bytes, new_bytes, flags, to) },
+        },
+    )
+}
+
+/// # Safety
+/// mprotect(2).
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mprotect(address: usize, bytes: usize, access: c_int) -> c_int {
+    let before = errno::get();
+    give_int(
+        before,
+        match managed(address, bytes) {
+            Some((client, range)) => access::protect(client, range, access, None),
+            // SAFETY: same contract.
+            None => unsafe { native::mprotect(address, bytes, access) },
+        },
+    )
+}
+
+/// # Safety
+/// pkey_mprotect(2).
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn pkey_mprotect(
+    address: usize,
+    bytes: usize,
+    access: c_int,
+    key: c_int,
+) -> c_int {
+    let before = errno::get();
+    give_int(
+        before,
+        match managed(address, bytes) {
+            Some((client, range)) => access::protect(client, range, access, Some(key)),
+            // SAFETY: same contract.
+            None => unsafe { native::pkey_mprotect(address, bytes, access, key) },
+        },
+    )
+}
+
+/// # Safety
+/// mlock(2).
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mlock(address: usize, bytes: usize) -> c_int {
+    let before = errno::get();
+    give_int(
+        before,
+        match managed_pages(address, bytes) {
+            Some((client, range)) => access::lock(client, range, None),
+            // SAFETY: same contract.
+            None => unsafe { native::mlock(address, bytes) },
+        },
+    )
+}
+
+/// # Safety
+/// mlock2(2).
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mlock2(address: usize, bytes: usize, flags: c_int) -> c_int {
+    let before = errno::get();
+    give_int(
+        before,
+        match managed_pages(address, bytes) {
+            Some((client, range)) => access::lock(client, range, Some(flags)),
+            // SAFETY: same contract.
+            None => unsafe { native::mlock2(address, bytes, flags) },
+        },
+    )
+}
+
+/// # Safety
+/// munlock(2).
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn munlock(address: usize, bytes: usize) -> c_int {
+    let before = errno::get();
+    give_int(
+        before,
+        match managed_pages(address, bytes) {
+            Some((client, range)) => access::unlock(client, range),
+            // SAFETY: same contract.
+            None => unsafe { native::munlock(address, bytes) },
+        },
+    )
+}
+
+/// libc's `syscall`. C passes as many arguments as the call has; all six are taken from where they would
+/// be, as libc itself does, and those that were not passed reach nobody who looks at them.
+///
+/// # Safety
+/// That of the system call.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn syscall(
+    number: c_long,
+    a: usize,
+    b: usize,
+    c: usize,
+    d: usize,
+    e: usize,
+    f: usize,
+) -> c_long {
+    if let Some(outcome) = of_memory(number, [a, b, c, d, e, f]) {
+        return outcome;
+    }
+    // SAFETY: same contract.
+    unsafe { native::syscall(number, [a, b, c, d, e, f]) }
+}
+
+/// A system call for which there is a function here, while there is managed memory.
+fn of_memory(number: c_long, [a, b, c, d, e, f]: [usize; 6]) -> Option<c_long> {
+    route::client()?;
+    // The upper half of a register that holds an `int` is anything.
+    let int = |register: usize| {
+        let [a, b, c, d, ..] = register.to_le_bytes();
+        c_int::from_le_bytes([a, b, c, d])
+    };
+    let long = |address: isize| address as c_long;
+    let outcome = match number {
+        // SAFETY: the arguments are those of the call, and the caller has its contract.
+        libc::SYS_madvise => unsafe { madvise(a, b, int(c)) }.into(),
+        // SAFETY: as above.
+        libc::SYS_munmap => unsafe { munmap(a, b) }.into(),
+        // SAFETY: as above.
+        libc::SYS_mprotect => unsafe { mprotect(a, b, int(c)) }.into(),
+        // SAFETY: as above.
+        libc::SYS_pkey_mprotect => unsafe { pkey_mprotect(a, b, int(c), int(d)) }.into(),
+        // SAFETY: as above.
+        libc::SYS_mlock => unsafe { mlock(a, b) }.into(),
+        // SAFETY: as above.
+        libc::SYS_mlock2 => unsafe { mlock2(a, b, int(c)) }.into(),
+        // SAFETY: as above.
+        libc::SYS_munlock => unsafe { munlock(a, b) }.into(),
+        // SAFETY: as above.
+        libc::SYS_mremap => long(unsafe { mremap(a, b, c, int(d), e) }),
+        // SAFETY: as above.
+        libc::SYS_mmap => long(unsafe { mmap(a, b, int(c), int(d), int(e), f) }),
+        _ => return None,
+    };
+    Some(outcome)
+}
