@@ -6,6 +6,8 @@
 mod small;
 #[cfg(test)]
 mod stage;
+#[cfg(test)]
+mod vm;
 
 use stage::{Stage, compile, dist, is_root, root, run_within, skip, working_set};
 use std::collections::BTreeSet;
@@ -318,7 +320,7 @@ fn jemalloc_waits_until_it_is_asked_for_and_keeps_its_threads_data_in_static_sto
 
 /// A name too many would replace a function of the program's.
 #[test]
-fn only_the_malloc_family_the_guards_and_a_table_are_exported() {
+fn only_malloc_the_guards_calls_on_memory_and_a_table_are_exported() {
     let preload = dist("lib/libtiermgr_preload.so");
     if !preload.exists() {
         return skip("dist/lib/libtiermgr_preload.so is not built; run scripts/build");
@@ -334,6 +336,7 @@ fn only_the_malloc_family_the_guards_and_a_table_are_exported() {
         "free",
         "free_aligned_sized",
         "free_sized",
+        "madvise",
         "mallctl",
         "mallctlbymib",
         "mallctlnametomib",
@@ -345,10 +348,21 @@ fn only_the_malloc_family_the_guards_and_a_table_are_exported() {
         "malloc_trim",
         "malloc_usable_size",
         "memalign",
+        "mlock",
+        "mlock2",
+        "mmap",
+        "mmap64",
+        "mprotect",
+        "mremap",
+        "munlock",
+        "munmap",
+        "pkey_mprotect",
+        "posix_madvise",
         "posix_memalign",
         "pvalloc",
         "realloc",
         "reallocarray",
+        "syscall",
         "tiermgr_preload_table",
         "valloc",
     ]

@@ -115,20 +115,20 @@ extern "C" fn in_child() {
 /// else comes to lie in an arena.
 fn close_what_was_not_forked(client: &Client) {
     for range in client.heap().changed(NOT_FORKED) {
-        // Clearing and setting where flags are already never fails.
-        let _changed = change(client, &range, REPLACED | UNMAPPED, !(REPLACED | UNMAPPED)).is_ok();
-        close_hole(&range);
+        close_hole(client, &range);
     }
 }
 
-/// Maps what has no access where nothing is mapped.
-pub(super) fn close_hole(range: &Range<usize>) {
+/// Of a part of an arena where nothing is mapped any more: maps there what has no access.
+pub(super) fn close_hole(client: &Client, range: &Range<usize>) {
     let flags =
         libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
-    // SAFETY: it replaces nothing. Where somebody was faster, or there is no memory for it, the range is
-    // theirs: its flags say that it is not managed.
-    let _held =
-        unsafe { native::mmap(range.start, range.len(), libc::PROT_NONE, flags, -1, 0) }.is_ok();
+    // SAFETY: it replaces nothing.
+    let held = unsafe { native::mmap(range.start, range.len(), libc::PROT_NONE, flags, -1, 0) };
+    // Where somebody was faster, or there is no memory for it, the range is theirs.
+    let now = if held.is_ok() { REPLACED | UNMAPPED } else { REPLACED };
+    // The pages have flags already, and so a table: this never fails.
+    let _changed = change(client, range, now, !now).is_ok();
 }
 
 /// Leases are the parent's alone. Without them what the child writes to wiped memory could be parked, and

@@ -6,7 +6,9 @@ use super::native::{self, Errno};
 use super::{Outcome, access_of, change, drop_bytes, flags_of, whose};
 use std::ffi::c_int;
 use std::ops::Range;
-use tiermgr::changes::{Flags, GUARDED, KEYED, LOCKED, NOT_FORKED, REPLACED, UNMAPPED, WIPED};
+use tiermgr::changes::{
+    Flags, GUARDED, KEYED, LOCKED, NOT_FORKED, REPLACED, UNMAPPED, UNSURE, WIPED,
+};
 use tiermgr::client::Client;
 use tiermgr::space::page_bytes;
 
@@ -229,8 +231,8 @@ pub(super) fn put_over(
             }
         }
     }
-    // Made now, so that what is put there is never taken for ours.
-    change(client, range, UNMAPPED, 0)?;
+    // Now, since it can fail: what is put there must not be taken for ours.
+    change(client, range, UNSURE, 0)?;
     for run in client.heap().runs(range.clone(), is_managed).filter(|run| run.ours && run.kind) {
         drop_bytes(client, &run.range)?;
     }

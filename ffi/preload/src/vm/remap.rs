@@ -4,11 +4,11 @@ use super::Whose;
 use super::held::close_hole;
 use super::layout::{let_go, put_over, set_access};
 use super::native::{self, Errno};
-use super::{Outcome, access_of, change, drop_bytes, whose};
+use super::{Outcome, access_of, drop_bytes, whose};
 use std::ffi::c_int;
 use std::ops::Range;
 use tiermgr::changes::{
-    Flags, GUARDED, KEYED, LOCKED, NO_READ, NO_WRITE, NOT_FORKED, REPLACED, UNSURE, WIPED,
+    Flags, GUARDED, KEYED, LOCKED, NO_READ, NO_WRITE, NOT_FORKED, UNSURE, WIPED,
 };
 use tiermgr::client::Client;
 use tiermgr::space::page_bytes;
@@ -95,8 +95,7 @@ fn move_foreign(
     let left = if at == source.start { source.start + wish.new_bytes } else { source.start };
     let left = left..source.end;
     if !left.is_empty() && !wish.has(DONTUNMAP) {
-        close_hole(&left);
-        change(client, &left, REPLACED | super::UNMAPPED, 0)?;
+        close_hole(client, &left);
     }
     Ok(at)
 }

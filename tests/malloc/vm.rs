@@ -1,0 +1,85 @@
+//! Programs that change their memory by system calls.
+
+use crate::stage::{Stage, run_within};
+use crate::{WITHOUT_MOVE, program, recalls_min};
+use std::process::Command;
+use std::time::Duration;
+
+/// Blocks of 4 MiB are pushed out many times here: by little, so that it takes little time.
+const DRAM: u64 = 40 << 20;
+const SIZE: &str = "48M";
+
+fn calls_on(state: &str, settings: &[(&str, &str)], flags: &[&str]) {
+    let name = format!("vm-calls-{state}");
+    let Some(stage) = Stage::new(&name, DRAM, flags) else { return };
+    let mut command = stage.command(&program("vm_calls"));
+    command.env("STATE", state).env("SIZE", SIZE).envs(settings.iter().copied());
+    if stage.expect_ok(&mut command) {
+        stage.expect_work(0);
+    }
+}
+
+/// What the table says is what Linux does.
+#[test]
+fn vm_calls_of_linux() {
+    let mut command = Command::new(program("vm_calls"));
+    let output = run_within(command.env("SIZE", SIZE), Duration::from_secs(60));
+    let output = output.expect("ends in time");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn vm_calls_on_native_memory() {
+    calls_on("native", &[], &[]);
+}
+
+#[test]
+fn vm_calls_on_resident_memory() {
+    calls_on("resident", &[], &[]);
+}
+
+#[test]
+fn vm_calls_on_parked_memory() {
+    calls_on("parked", &[("EXPECT_PARKED", "1")], &[]);
+}
+
+#[test]
+fn vm_calls_on_native_memory_without_uffd_move() {
+    calls_on("native", &[], WITHOUT_MOVE);
+}
+
+#[test]
+fn vm_calls_on_resident_memory_without_uffd_move() {
+    calls_on("resident", &[], WITHOUT_MOVE);
+}
+
+#[test]
+fn vm_calls_on_parked_memory_without_uffd_move() {
+    calls_on("parked", &[("EXPECT_PARKED", "1")], WITHOUT_MOVE);
+}
+
+fn discards_beside_faults_with(flags: &[&str]) {
+    let Some(stage) = Stage::new("vm-threads", DRAM, flags) else { return };
+    let mut command = stage.command(&program("vm_threads"));
+    if stage.expect_ok(command.env("SIZE", SIZE)) {
+        stage.expect_work(recalls_min() / 8);
+    }
+}
+
+#[test]
+fn discards_beside_faults() {
+    discards_beside_faults_with(&[]);
+}
+
+#[test]
+fn discards_beside_faults_without_uffd_move() {
+    discards_beside_faults_with(WITHOUT_MOVE);
+}
+
+#[test]
+fn discards_while_the_daemon_is_stopped_and_killed() {
+    let Some(stage) = Stage::new("vm-stopped", DRAM, &[]) else { return };
+    let pids: Vec<_> = stage.processes().iter().map(ToString::to_string).collect();
+    let mut command = stage.command(&program("vm_stopped"));
+    stage.expect_ok(command.env("SIZE", SIZE).env("DAEMON", pids.join(" ")));
+}
