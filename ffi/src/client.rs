@@ -7,8 +7,9 @@ use crate::link::{Config, Failed, Link, Patience, Uncancelled};
 use crate::lock::{Entered, Guarded};
 use crate::space::{CHUNK, Locking, Reserved, page_bytes};
 use crate::status::{Error, Result, Status};
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::Duration;
+use tiermgr_sys::process::monotonic_ns;
 use tiermgr_wire::control::FamilyStats;
 use tiermgr_wire::hello::Class;
 use tiermgr_wire::reply::FromDaemon;
@@ -75,6 +76,8 @@ struct Connected {
     unanswered: Vec<Reserved>,
 }
 
+/// So long after a discard has found the daemon away others do not wait for it.
+const AWAY_NS: u64 = 20_000_000_000;
 /// Between two attempts to learn what became of a discard.
 const ASK_AGAIN: Duration = Duration::from_millis(10);
 
@@ -94,6 +97,8 @@ pub struct Client {
     class: Class,
     /// Which locks the thread that forks holds; written by it alone.
     held: AtomicU8,
+    /// When a discard last found the daemon away.
+    last_away_ns: AtomicU64,
 }
 
 impl Client {
@@ -119,6 +124,7 @@ impl Client {
             heap,
             class,
             held: AtomicU8::new(0),
+            last_away_ns: AtomicU64::new(0),
         });
         if fork::follow(&client) {
             return Ok(client);
@@ -286,7 +292,7 @@ impl Client {
     /// no helper. With `ConnectionLost`, `ShuttingDown` and `Internal` they may be dropped later, at any
     /// time until this succeeds.
     pub fn discard_range(&self, start: usize, len: usize) -> Result<()> {
-        Ok(self.try_discard(start, len)?)
+        Ok(self.try_discard(start, len, Patience::Restart)?)
     }
 
     /// Drops the bytes of a range, or changes nothing. Once the daemon has been asked this waits until it
@@ -298,7 +304,11 @@ impl Client {
         let _uncancelled = Uncancelled::new();
         let mut is_asked = false;
         loop {
-            match self.try_discard(start, len) {
+            // Programs discard often: of a daemon that stays away not every call may wait.
+            let away = monotonic_ns().saturating_sub(self.last_away_ns.load(Ordering::Relaxed));
+            let patience =
+                if is_asked || away > AWAY_NS { Patience::Restart } else { Patience::Brief };
+            match self.try_discard(start, len, patience) {
                 Ok(()) => return Ok(()),
                 // A daemon that ends as it was told to has carried out what it had begun, and all bytes are
                 // in their place: nothing is left that could happen, and nobody comes back.
@@ -309,16 +319,21 @@ impl Client {
                 // A daemon that is away says nothing of what it was asked before.
                 Err(Failed { error, .. }) if is_asked && error.status == Status::ConnectionLost => {
                 }
-                Err(failed) => return Err(failed.error),
+                Err(failed) => {
+                    if failed.error.status == Status::ConnectionLost {
+                        self.last_away_ns.store(monotonic_ns(), Ordering::Relaxed);
+                    }
+                    return Err(failed.error);
+                }
             }
             // Without the lock: others, and a fork, may need it meanwhile.
             std::thread::sleep(ASK_AGAIN);
         }
     }
 
-    fn try_discard(&self, start: usize, len: usize) -> Answered<()> {
+    fn try_discard(&self, start: usize, len: usize, patience: Patience) -> Answered<()> {
         let message = ToDaemon::Discard { start: start as u64, len: len as u64 };
-        let answer = self.enter().map_err(Failed::never)?.link.request(&message, Patience::Restart);
+        let answer = self.enter().map_err(Failed::never)?.link.request(&message, patience);
         match done(answer) {
             Ok(()) => {
                 self.heap.settle(start, len);
@@ -339,7 +354,7 @@ impl Client {
         }
     }
 
-    /// Gives advice that may be lost: this waits for nobody. `advice` is a `tiermgr_advice` but `DONTNEED`.
+    /// Gives advice that may be lost: this waits for a moment at most. `advice` is a `tiermgr_advice` but `DONTNEED`.
     pub fn hint(&self, start: usize, len: usize, advice: i32) {
         let Some(advice) = advice_of(advice) else { return };
         let message = ToDaemon::Advise { start: start as u64, len: len as u64, advice };

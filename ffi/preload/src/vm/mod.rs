@@ -416,3 +416,44 @@ fn of_memory(number: c_long, [a, b, c, d, e, f]: [usize; 6]) -> Option<c_long> {
     };
     Some(outcome)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_keep_protection() {
+        for access in 0..8 {
+            assert_eq!(access_of(flags_of(access)), access);
+        }
+        assert_eq!(flags_of(libc::PROT_READ | libc::PROT_WRITE), 0, "as malloc gives it");
+    }
+
+    /// Nothing is managed in a test: all goes on to the C library.
+    #[test]
+    #[expect(clippy::multiple_unsafe_ops_per_block, reason = "a program that maps memory")]
+    fn other_memory_is_the_kernels() {
+        let page = page_bytes();
+        let (access, flags) =
+            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // SAFETY: the test's own mapping, which nobody else knows.
+        unsafe {
+            let at = mmap(0, 2 * page, access, flags, -1, 0).cast_unsigned();
+            errno::set(7);
+            assert_eq!(mprotect(at, page, libc::PROT_READ), 0);
+            assert_eq!(madvise(at, page, libc::MADV_DONTNEED), 0);
+            assert_eq!(posix_madvise(at, page, libc::POSIX_MADV_NORMAL), 0);
+            assert_eq!(errno::get(), 7, "errno stays as it was");
+            assert_eq!(posix_madvise(at + 1, page, libc::POSIX_MADV_NORMAL), libc::EINVAL);
+            assert_eq!(errno::get(), 7, "POSIX leaves errno alone");
+            assert_eq!(madvise(at + 1, page, libc::MADV_DONTNEED), -1);
+            assert_eq!(errno::get(), libc::EINVAL);
+            let moved = mremap(at, page, 2 * page, libc::MREMAP_MAYMOVE, 0).cast_unsigned();
+            assert_ne!(moved, at);
+            assert_eq!(syscall(libc::SYS_munmap, moved, 2 * page, 0, 0, 0, 0), 0);
+            assert_eq!(munmap(at + page, page), 0);
+            assert_eq!(syscall(libc::SYS_close, usize::MAX, 0, 0, 0, 0, 0), -1);
+            assert_eq!(errno::get(), libc::EBADF);
+        }
+    }
+}
