@@ -331,6 +331,13 @@ impl Client {
         }
     }
 
+    /// Drops the bytes of a range that nobody can look at, if that takes but a moment. Whatever is to be
+    /// seen there next needs [`Self::discard_surely`] before.
+    pub fn discard_soon(&self, start: usize, len: usize) {
+        // What failed is tried again then, or when the block is freed.
+        let _dropped = self.try_discard(start, len, Patience::Brief).is_ok();
+    }
+
     fn try_discard(&self, start: usize, len: usize, patience: Patience) -> Answered<()> {
         let message = ToDaemon::Discard { start: start as u64, len: len as u64 };
         let answer = self.enter().map_err(Failed::never)?.link.request(&message, patience);

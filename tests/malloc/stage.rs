@@ -209,15 +209,6 @@ impl Stage {
         self.folder.join("socket")
     }
 
-    /// The processes of the daemon, its keeper first.
-    pub(crate) fn processes(&self) -> Vec<Pid> {
-        let keeper = pid_of(&self.daemon);
-        let children = format!("/proc/{keeper}/task/{keeper}/children");
-        let children = fs::read_to_string(children).expect("the keeper lives");
-        let serving = children.split_whitespace().filter_map(|pid| pid.parse().ok());
-        std::iter::once(keeper).chain(serving.map(Pid::from_raw)).collect()
-    }
-
     /// A command that finds the daemon, with all large blocks managed or refused.
     pub(crate) fn command(&self, program: &Path) -> Command {
         let mut command = Command::new(program);

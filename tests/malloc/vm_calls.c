@@ -1,7 +1,8 @@
 /* System calls by which a program changes its memory, on a part of a malloc'ed block. STATE says where its
  * bytes are when the call comes: "native" (nothing is armed yet), "resident" or "parked". Without the preload
- * library the same table states what Linux does. Every byte is looked at after each call, and after the block
- * was freed its next owner must find memory as malloc gives it. */
+ * library the same table states what Linux does. ONLY names some of its rows, as "|munmap|mremap|". Every byte
+ * is looked at after each call, and after the block was freed its next owner must find memory as malloc gives
+ * it. */
 #include "check.h"
 #include <signal.h>
 #include <sys/mman.h>
@@ -168,6 +169,42 @@ static void dontneed(void) {
     CHECK(posix_madvise(part + 1, PART, POSIX_MADV_NORMAL) == EINVAL);
 }
 
+static void expect_child(pid_t child) {
+    int status;
+    CHECK(child > 0 && waitpid(child, &status, 0) == child);
+    if (status != 0)
+        FAIL("%s: the child ended with status %x", current, (unsigned)status);
+}
+
+/* Each side of a fork discards its own. */
+static void dontneed_in_a_child(void) {
+    pid_t child = fork();
+    if (child == 0) {
+        CHECK(madvise(part, PART, MADV_DONTNEED) == 0);
+        zeros(part, PART);
+        can_be_used(part, PART);
+        around();
+        _exit(0);
+    }
+    expect_child(child);
+    unchanged();
+    int ends[2];
+    char byte;
+    CHECK(pipe(ends) == 0);
+    child = fork();
+    if (child == 0) {
+        CHECK(read(ends[0], &byte, 1) == 1);
+        unchanged();
+        _exit(0);
+    }
+    CHECK(madvise(part, PART, MADV_DONTNEED) == 0);
+    zeros(part, PART);
+    CHECK(write(ends[1], "", 1) == 1 && close(ends[0]) == 0 && close(ends[1]) == 0);
+    expect_child(child);
+    zeros(part, PART);
+    around();
+}
+
 static void dontneed_locked(void) {
     if (madvise(part, PART, MADV_DONTNEED_LOCKED) == 0)
         zeros(part, PART);
@@ -252,13 +289,6 @@ static void guarded(void) {
     CHECK(madvise(part, PAGE, GUARD_INSTALL) == 0);
 }
 
-static void expect_child(pid_t child) {
-    int status;
-    CHECK(child > 0 && waitpid(child, &status, 0) == child);
-    if (status != 0)
-        FAIL("%s: the child ended with status %x", current, (unsigned)status);
-}
-
 static void wiped_in_children(void) {
     CHECK(madvise(part, PART, MADV_WIPEONFORK) == 0);
     unchanged();
@@ -306,6 +336,7 @@ static void kept_from_children(void) {
         CHECK(madvise(own, PART, MADV_DONTNEED) == 0);
         zeros(own, PART);
         CHECK(munmap(own, PART) == 0);
+        end();
         _exit(0);
     }
     expect_child(child);
@@ -574,6 +605,7 @@ static const struct {
     void (*does)(void);
 } table[] = {
     {"MADV_DONTNEED", dontneed},
+    {"MADV_DONTNEED in a child", dontneed_in_a_child},
     {"MADV_DONTNEED_LOCKED", dontneed_locked},
     {"MADV_DONTNEED of locked memory", dontneed_of_locked},
     {"MADV_FREE", lazily_freed},
@@ -596,13 +628,20 @@ static const struct {
     {"a private file over it", replaced_by_private},
 };
 
+/* Names in the list are between bars. */
+static bool is_listed(const char *list, const char *name) {
+    char wanted[128];
+    snprintf(wanted, sizeof wanted, "|%s|", name);
+    return strstr(list, wanted);
+}
+
 int main(void) {
     state = getenv("STATE") ? getenv("STATE") : "native";
     const char *only = getenv("ONLY");
     CHECK(pipe(pipe_ends) == 0);
     size_t cases = 0;
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
-        if (only && strcmp(only, table[i].name) != 0)
+        if (only && !is_listed(only, table[i].name))
             continue;
         char name[128];
         snprintf(name, sizeof name, "%s of %s memory", table[i].name, state);
@@ -612,7 +651,7 @@ int main(void) {
         table[i].does();
         end();
         if (getenv("TIMES"))
-            printf("%6" PRIu64 " ms %s\n", (now_ns() - began) / 1000000, name);
+            fprintf(stderr, "%6" PRIu64 " ms %s\n", (now_ns() - began) / 1000000, name);
         cases++;
     }
     printf("ok vm_calls: %zu kinds of call on %s memory\n", cases, state);

@@ -56,7 +56,7 @@ pub(super) fn let_go(client: &Client, range: &Range<usize>, flags: Flags) -> Res
     change(client, range, 0, ALL & !UNMAPPED)?;
     // Bytes that stay take room until the block is freed, and nobody can read them: before anything else
     // is to be seen here they are dropped again.
-    let _dropped = drop_bytes(client, range).is_ok();
+    client.discard_soon(range.start, range.len());
     Ok(())
 }
 

@@ -1,8 +1,8 @@
 //! Puts right what the program had changed about a block, before that is given up.
 
+use super::change;
 use super::layout::{cover, fork_as_usual, set_access};
 use super::native::{self, Errno};
-use super::{change, drop_bytes};
 use std::ops::Range;
 use tiermgr::changes::{Flags, GUARDED, LOCKED, PROTECTION, REPLACED, UNMAPPED};
 use tiermgr::client::Client;
@@ -27,7 +27,7 @@ pub(crate) fn before_release(client: &Client, address: usize, bytes: usize) {
             let _cleared = change(client, &run.range, 0, Flags::MAX).is_ok();
         } else if run.kind & REPLACED == 0 {
             // Nobody will use it any more: at least it should cost nothing.
-            let _dropped = drop_bytes(client, &run.range).is_ok();
+            client.discard_soon(run.range.start, run.range.len());
         }
     }
 }
