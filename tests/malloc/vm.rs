@@ -82,11 +82,20 @@ fn discards_beside_faults_without_uffd_move() {
     discards_beside_faults_with(WITHOUT_MOVE);
 }
 
-#[test]
-fn discards_while_the_daemon_is_stopped_and_killed() {
-    let Some(stage) = Stage::new("vm-stopped", DRAM, &[]) else { return };
+fn with_the_daemon(name: &str) {
+    let Some(stage) = Stage::new(name, DRAM, &[]) else { return };
     let status = stage.status();
     let pids = format!("{} {}", status.keeper_pid, status.daemon_pid);
-    let mut command = stage.command(&program("vm_stopped"));
+    let mut command = stage.command(&program(&name.replace('-', "_")));
     stage.expect_ok(command.env("SIZE", SIZE).env("DAEMON", pids));
+}
+
+#[test]
+fn discards_while_the_daemon_is_stopped_and_killed() {
+    with_the_daemon("vm-stopped");
+}
+
+#[test]
+fn vm_calls_without_a_daemon() {
+    with_the_daemon("vm-alone");
 }
