@@ -24,7 +24,9 @@
 //! it does not know must not cut us off.
 //!
 //! So are the calls by which a program changes its memory, `madvise`, `mmap`, `mprotect` and their like
-//! ([`vm`]): on managed memory they must mean what they mean everywhere.
+//! (`vm`): on managed memory they must mean what they mean everywhere. libc's `syscall` is, since it makes
+//! them too. What libc does inside itself, and system calls made by an instruction of the program's own, do
+//! not come here.
 //!
 //! | variable | meaning |
 //! |---|---|
