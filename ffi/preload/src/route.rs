@@ -158,7 +158,7 @@ extern "C" fn start() {
     // those of the client, and so must jemalloc's, whose hooks call the client. jemalloc installs its
     // handlers when it is started; the one here goes before them and ends after them, so that it knows
     // when this thread cannot use jemalloc.
-    if let Err(error) = fork::install() {
+    if let Err(error) = vm::keep_lock_across_forks().and_then(|()| fork::install()) {
         log::warn(format_args!("{error}; all memory comes from libc"));
         return;
     }
@@ -172,7 +172,7 @@ extern "C" fn start() {
         log::warn(format_args!("{error}; all memory comes from libc"));
         return;
     }
-    if let Err(error) = vm::install() {
+    if let Err(error) = vm::follow_forks() {
         log::warn(format_args!("{error}; all memory comes from libc"));
         return;
     }

@@ -103,8 +103,9 @@ extern "C" fn after_fork() {
     }
 }
 
+extern "C" fn nothing() {}
+
 extern "C" fn in_child() {
-    after_fork();
     if let Some(client) = crate::route::client() {
         close_what_was_not_forked(client);
         hold_anew(client);
@@ -160,10 +161,19 @@ fn renewed(hold: Hold, outcome: Result<Option<u64>>) -> Option<Hold> {
     }
 }
 
-/// Follows forks, after the client does.
+/// Keeps the lock across forks. To be called before all others that do so: of `prepare` handlers the first is
+/// called last, and whoever has this lock waits for no other.
 ///
 /// # Errors
 /// `NoMemory`.
-pub(crate) fn install() -> Result<()> {
-    fork::call_around(before_fork, after_fork, in_child)
+pub(crate) fn keep_lock_across_forks() -> Result<()> {
+    fork::call_around(before_fork, after_fork, after_fork)
+}
+
+/// Follows forks. To be called after the client's handlers are installed: the child asks the daemon.
+///
+/// # Errors
+/// `NoMemory`.
+pub(crate) fn follow_forks() -> Result<()> {
+    fork::call_around(nothing, nothing, in_child)
 }

@@ -31,7 +31,7 @@ mod mend;
 mod native;
 mod remap;
 
-pub(crate) use held::install;
+pub(crate) use held::{follow_forks, keep_lock_across_forks};
 pub(crate) use mend::{before_free, before_release};
 pub(crate) use native::look_up;
 
