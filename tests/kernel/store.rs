@@ -5,11 +5,16 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use tiermgr_sys::disk::{StoreError, open_store};
+use tiermgr_sys::disk::{StoreError, StoreFile, Wanted, claim};
 use tiermgr_sys::memory::{AnonBuffer, HUGE_PAGE};
 use tiermgr_sys::uring::{BufferRange, Ring};
 use tiermgr_tests::harness::{begin, eventually, skip};
 use tiermgr_tests::memory::fork;
+
+/// A store, whatever is in it.
+fn open_store(path: &Path, size: Option<u64>, create: bool) -> Result<StoreFile, StoreError> {
+    claim(Wanted { path, size, create, least: 2 << 20 })?.prepare()
+}
 
 /// O_DIRECT opens on tmpfs, so it cannot tell memory from a disk: the kind of file system must.
 #[test]

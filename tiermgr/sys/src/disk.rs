@@ -15,9 +15,6 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// A store smaller than this is of no use.
-pub const STORE_BYTES_MIN: u64 = 2 << 20;
-
 /// Largest alignment that is tried where the kernel does not tell.
 const ALIGN_MAX: usize = 65536;
 
@@ -179,19 +176,6 @@ pub struct StoreFile {
     size: u64,
     align: u32,
     device: bool,
-}
-
-/// Opens and locks a store without a look at what is in it.
-///
-/// `size`: how many bytes of it to use; `None` for all of an existing one. With `create`, a file that is
-/// missing or shorter is made `size` bytes long, with its space set aside.
-///
-/// May block for the time that the file system takes to set the space aside.
-///
-/// # Errors
-/// [`StoreError`].
-pub fn open_store(path: &Path, size: Option<u64>, create: bool) -> Result<StoreFile, StoreError> {
-    claim(Wanted { path, size, create, least: STORE_BYTES_MIN })?.prepare()
 }
 
 struct Opener<'a> {

@@ -3,6 +3,11 @@ use crate::memory::AnonBuffer;
 
 const MIB: u64 = 1 << 20;
 
+/// A store, whatever is in it.
+fn open_store(path: &Path, size: Option<u64>, create: bool) -> Result<StoreFile, StoreError> {
+    claim(Wanted { path, size, create, least: 2 * MIB })?.prepare()
+}
+
 /// A folder on a disk: the build folder, since the one for temporary files may be memory.
 struct Folder(PathBuf);
 

@@ -14,8 +14,9 @@ use std::time::{Duration, Instant};
 /// is removed again where it is dropped before [`Claim::prepare`] was through.
 #[derive(Debug)]
 pub struct Claim {
-    /// `None` once it is a store.
-    file: Option<File>,
+    /// Goes first: nobody else is to lock a file that is about to be removed.
+    made: Made,
+    file: File,
     path: PathBuf,
     /// Bytes that are there.
     found: u64,
@@ -23,7 +24,19 @@ pub struct Claim {
     needed: u64,
     size: u64,
     device: bool,
-    is_new: bool,
+}
+
+/// A file that was made for a claim, if one was, until it is a store.
+#[derive(Debug)]
+struct Made(Option<PathBuf>);
+
+impl Drop for Made {
+    fn drop(&mut self) {
+        if let Some(path) = &self.0 {
+            // Whoever refuses it says why; that it cannot be removed either comes from the same cause.
+            drop(std::fs::remove_file(path));
+        }
+    }
 }
 
 /// What was asked for.
@@ -51,30 +64,19 @@ pub fn claim(wanted: Wanted<'_>) -> Result<Claim, StoreError> {
     let device = existing.as_ref().is_some_and(|meta| meta.file_type().is_block_device());
     let is_new = existing.is_none();
     let file = opener.open(device, is_new)?;
-    let mut claim = Claim {
-        file: Some(file),
-        path: path.to_owned(),
-        found: 0,
-        needed: 0,
-        size: 0,
-        device,
-        is_new,
-    };
-    let file = claim.file();
-    if device && opener.is_read_only(file)? {
+    let made = Made(is_new.then(|| path.to_owned()));
+    if device && opener.is_read_only(&file)? {
         return Err(StoreError::ReadOnly { path: path.to_owned() });
     }
-    opener.lock(file)?;
-    let found = opener.size_of(file, device)?;
+    opener.lock(&file)?;
+    let found = opener.size_of(&file, device)?;
     let needed = size.unwrap_or(found).max(least);
     // A file that is to be used as it is does not grow.
     if found < needed && (device || !create || size.is_none()) {
         return Err(StoreError::TooSmall { path: path.to_owned(), size: found, needed });
     }
-    claim.found = found;
-    claim.needed = needed;
-    claim.size = size.unwrap_or(found);
-    Ok(claim)
+    let size = size.unwrap_or(found);
+    Ok(Claim { file, made, path: path.to_owned(), found, needed, size, device })
 }
 
 /// Looks whether a file that is not there could be made: its folder, direct I/O in it, and room. Makes a
@@ -131,11 +133,6 @@ pub fn wait_until_free(path: &Path, patience: Duration) -> bool {
 }
 
 impl Claim {
-    fn file(&self) -> &File {
-        // Only `prepare` takes it out, and that consumes the claim.
-        self.file.as_ref().unwrap_or_else(|| unreachable!("the claim was used up"))
-    }
-
     /// Where it is.
     pub fn path(&self) -> &Path {
         &self.path
@@ -169,7 +166,7 @@ impl Claim {
             if part.is_empty() {
                 return Ok(filled);
             }
-            let len = self.file().read_at(part, at)?;
+            let len = self.file.read_at(part, at)?;
             filled += len;
             // A direct read that is not whole blocks long has met the end.
             if len == 0 || !filled.is_multiple_of(SECTOR_BYTES) {
@@ -205,7 +202,7 @@ impl Claim {
             return Ok(true);
         }
         let mut offset = 0;
-        while let Some(data) = next_data(self.file(), offset)? {
+        while let Some(data) = next_data(&self.file, offset)? {
             let (zero, len) = is_zero(align(data))?;
             if !zero {
                 return Ok(false);
@@ -222,30 +219,19 @@ impl Claim {
     ///
     /// # Errors
     /// [`StoreError`]; a file that was there is as long as it was.
-    pub fn prepare(mut self) -> Result<StoreFile, StoreError> {
-        let path = self.path.clone();
+    pub fn prepare(self) -> Result<StoreFile, StoreError> {
+        let Self { file, mut made, path, found, needed, size, device } = self;
         let opener = Opener { path: &path };
-        if self.found < self.needed {
-            opener.preallocate(self.file(), self.needed).inspect_err(|_| {
+        if found < needed {
+            opener.preallocate(&file, needed).inspect_err(|_| {
                 // What could be set aside would fill the disk for nothing. Should that fail too, the error
                 // at hand says what is wrong with this file system.
-                drop(self.file().set_len(self.found));
+                drop(file.set_len(found));
             })?;
         }
-        let align = opener.alignment(self.file(), self.device)?;
-        match self.file.take() {
-            Some(file) => Ok(StoreFile { file, path, size: self.size, align, device: self.device }),
-            None => unreachable!("the claim was used up"),
-        }
-    }
-}
-
-impl Drop for Claim {
-    fn drop(&mut self) {
-        if self.is_new && self.file.is_some() {
-            // Whoever refuses it says why; that it cannot be removed either comes from the same cause.
-            drop(std::fs::remove_file(&self.path));
-        }
+        let align = opener.alignment(&file, device)?;
+        made.0 = None;
+        Ok(StoreFile { file, path, size, align, device })
     }
 }
 
