@@ -62,19 +62,9 @@ impl LinuxHost {
                 host.forget_forks(&entry);
             }
             let attached = reattach(&entry, open)?;
-            let arena = match take_fd(entry.arena_fd, open) {
-                Some(arena) => Some(arena),
-                // The helper holds a duplicate that no accident of ours can close.
-                None => match attached.as_ref().and_then(|known| known.helper_pidfd.as_ref()) {
-                    Some(helper) => fetch_uffd(helper, FD_ARENA)?,
-                    None => match attached.as_ref().and_then(|known| known.pidfd.as_ref()) {
-                        Some(process) => fetch_from_program(entry.pid, process, entry.nonce_page)
-                            .map_err(EngineError::kernel(
-                            "fetching a userfaultfd of a program",
-                        ))?,
-                        None => None,
-                    },
-                },
+            let arena = match (take_fd(entry.arena_fd, open), &attached) {
+                (None, Some(attached)) => fetch_arena(&entry, attached)?,
+                (arena, _) => arena,
             };
             let Some(arena) = arena else {
                 tracing::error!(
@@ -267,6 +257,19 @@ fn alive(pid: i32, start_time: u64) -> io::Result<Option<OwnedFd>> {
 
 fn is_no_process(error: &io::Error) -> bool {
     error.raw_os_error() == Some(libc::ESRCH) || error.kind() == io::ErrorKind::NotFound
+}
+
+/// The userfaultfd of the arenas, from whoever holds a duplicate that no accident of ours can close.
+fn fetch_arena(entry: &ProcEntry, attached: &Attached) -> Result<Option<Uffd>, EngineError> {
+    if let Some(helper) = &attached.helper_pidfd
+        && let Some(arena) = fetch_uffd(helper, FD_ARENA)?
+    {
+        return Ok(Some(arena));
+    }
+    // The helper is dead, or that of a forked child, which was made before the child had one.
+    let Some(process) = &attached.pidfd else { return Ok(None) };
+    fetch_from_program(entry.pid, process, entry.nonce_page)
+        .map_err(EngineError::kernel("fetching a userfaultfd of a program"))
 }
 
 /// The helper's duplicate of a userfaultfd; `None` where it has none, or has ended.
