@@ -14,7 +14,12 @@ use tiermgr_sys::ring::{self, Completion};
 
 impl LinuxHost {
     pub(super) fn command(&mut self, op: OpId, proc: ProcId, command: Command) {
-        if let Command::Move { from, len, .. } = command {
+        let has_helper = self.procs.get(proc).is_some_and(|known| {
+            known.attached.as_ref().is_some_and(|attached| attached.helper_alive)
+        });
+        if let Command::Move { from, len, .. } = command
+            && has_helper
+        {
             let outcome = self.prove_registered(proc, from, len);
             if outcome != IoctlOutcome::Done {
                 self.read_if_pending(proc, outcome);
@@ -40,7 +45,8 @@ impl LinuxHost {
     /// A move looks at its destination alone: it would take pages from whatever a program has put at an
     /// address that was its region's (a mapping that REGISTER refused, or one of a child that did not get
     /// this memory from its parent), and whose next touch nobody would hear of. Write protection is
-    /// refused there. On memory that is ours it costs nothing that lasts: a move drops it.
+    /// refused there. On memory that is ours a move drops it; a page that the move refuses keeps it, and
+    /// its next write is one fault more.
     fn prove_registered(&mut self, proc: ProcId, from: Addr, len: u64) -> IoctlOutcome {
         let Some(known) = self.procs.get_mut(proc) else { return IoctlOutcome::NoProcess };
         let outcome = outcome_of(known.arena.protect(from.0, len, true, false));
