@@ -37,10 +37,10 @@ use tiermgr_sys::ring::{Command, Completion, RingOwner};
 use tiermgr_wire::control::{FamilyStats, RegionRow};
 use tiermgr_wire::hello::Class;
 
-/// Least time that pages rest in limbo while room is not short: as long as a program takes to come
-/// back to what it has just left, and short against a phase of a program.
 /// What is promised to be all that a program and its daemon may take beyond their limit; see `promises.md`.
 const BEYOND_BYTES_ALLOWED: u64 = 16 << 20;
+/// Least time that pages rest in limbo while room is not short: as long as a program takes to come
+/// back to what it has just left, and short against a phase of a program.
 const PROBATION_NS: u64 = 200_000_000;
 /// The same on a kernel that cannot move pages. There it is the only guard against a device that was
 /// writing into a page before the page was write-protected, so nothing shortens it.

@@ -205,8 +205,8 @@ impl<R: Records> Manager<R> {
                 child.to_arm.push(span);
             }
             let Ok(first) = self.shared.take_records(source.extents) else {
-                // More address space than records, or than room for them: the child's touches of it will wait for ever,
-                // which is the one thing that shows no wrong byte.
+                // More address space than records, or than room for them: the child's touches of it will
+                // wait for ever, which is the one thing that shows no wrong byte.
                 continue;
             };
             let record = RegionRecord { proc: child.id, first, unarmed_extents: 0, ..source };

@@ -7,7 +7,7 @@
 use crate::units::{Tick, low_u32};
 
 /// Longest rest.
-pub(crate) const REST_MAX_MS: u32 = 1 << 14;
+const REST_MAX_MS: u32 = 1 << 14;
 
 fn millis(now: Tick) -> u32 {
     low_u32((now.0 / 1_000_000) & u64::from(u32::MAX))
