@@ -170,6 +170,24 @@ def test_a_new_daemon_with_the_state_of_a_dead_one(folder, workload):
         daemon.close()
 
 
+def test_a_new_daemon_takes_up_forked_children_too(folder, workload):
+    """The helper of a child has no duplicate of the child's userfaultfd: the child itself has."""
+    daemon = product.Daemon(folder, DRAM, STORE)
+    try:
+        with Clients(daemon, workload) as clients:
+            pair = clients.start("pair", 96, 40)
+            daemon.wait_for(lambda s: s["totals"]["forks"] == 1
+                            and s["totals"]["recalled_pages"] > 20_000)
+            kill_both(daemon)
+            assert pair.poll() is None, "it ended before the kill: more rounds are needed"
+            with product.Daemon(folder, DRAM, STORE, state=daemon.state) as after:
+                _, err = pair.communicate(timeout=100)
+                assert pair.returncode == 0, err
+                assert_empty(after.wait_until_empty())
+    finally:
+        daemon.close()
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_without_a_helper_a_new_daemon_fetches_what_the_program_holds(folder, workload, together):
     """Helper, keeper and daemon are killed, at once or the helper first: the program has its
