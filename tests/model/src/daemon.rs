@@ -4,8 +4,8 @@ use crate::model::{Model, Out};
 use crate::op::{Copied, Op, UnprotectStep};
 use crate::rules::Rule;
 use crate::state::{
-    CHILD, Fault, Fork, INBOX, Limbo, Mapping, PAGES, PARENT, Progress, Remove, Removed, Request,
-    Stage, State, Thread, Write, owner, small,
+    CHILD, Fault, Fork, INBOX, Limbo, Mapping, PAGES, PARENT, Progress, Request, Stage, State,
+    Thread, Write, owner, small,
 };
 use crate::step::What;
 use tiermgr_core::page::{PageEvent, PageState};
@@ -31,9 +31,6 @@ impl Model {
             next.late = Some((slot, values));
         }
         next.limbo = Limbo { ptes: next.limbo.ptes, ..Limbo::default() };
-        if !self.holds(Rule::MessagesSurvive) {
-            next.removed = [Removed::No; PAGES];
-        }
         if matches!(next.fork, Fork::Read | Fork::Held) {
             next.fork = if self.holds(Rule::MessagesSurvive) { Fork::Read } else { Fork::Lost };
         }
@@ -130,15 +127,6 @@ impl Model {
                 return;
             }
         }
-        if let Remove::Unread { extent } = state.remove {
-            let mut next = *state;
-            next.remove = Remove::Zapping { extent };
-            let follows = state.fork == Fork::Held && self.holds(Rule::RemoveAfterBirth);
-            next.removed[usize::from(extent)] =
-                if follows { Removed::AfterFork } else { Removed::BeforeFork };
-            out.push(What::RemoveRead, PARENT, usize::from(extent), next);
-        }
-        self.record_removes(state, out);
         for index in 0..state.threads.len() {
             let Thread::Faulted { page, write, protected } = state.threads[index] else {
                 continue;
@@ -166,48 +154,12 @@ impl Model {
         }
     }
 
-    /// What a raw madvise gives up: zeros, wherever it is. What is in its place the madvise zaps itself,
-    /// or has zapped.
-    fn record_removes(&self, state: &State, out: &mut Out) {
-        for extent in 0..self.scenario.extents() {
-            let waits = match state.removed[extent] {
-                Removed::No => true,
-                Removed::BeforeFork => false,
-                Removed::AfterFork => state.is_held(),
-            };
-            if waits || state.spaces[PARENT].ops[extent] != Op::None {
-                continue;
-            }
-            let mut next = *state;
-            next.removed[extent] = Removed::No;
-            for page in self.scenario.pages_of(extent) {
-                let event = if self.holds(Rule::RemovedStays) {
-                    PageEvent::Removed
-                } else if next.spaces[PARENT].records[page].is_resident() {
-                    PageEvent::Written
-                } else {
-                    PageEvent::Discarded
-                };
-                self.record(&mut next, PARENT, page, event);
-                next.wake(PARENT, page);
-            }
-            out.push(What::RemoveRecorded, PARENT, extent, next);
-        }
-    }
-
     fn look_at(&self, next: &mut State, fault: Fault) {
         let (proc, page) = (usize::from(fault.proc), usize::from(fault.page));
         let extent = self.scenario.extent_of(page);
         let unborn = proc == CHILD && !next.has_child_table();
         if next.is_held() || unborn || proc == PARENT && !is_open(next) {
             // Whoever sleeps there is woken as a whole later, or has gone.
-            return;
-        }
-        if proc == PARENT
-            && next.removed[extent] != Removed::No
-            && self.holds(Rule::RemoveBeforeFaults)
-        {
-            // Woken when it is recorded.
             return;
         }
         let op = next.spaces[proc].ops[extent];
@@ -239,7 +191,7 @@ impl Model {
             PageState::Absent if parked => self.fill(next, proc, extent, write),
             PageState::Absent if in_limbo => self.rescue(next, extent, write),
             PageState::Absent => self.zero(next, proc, page, false),
-            PageState::Dirty | PageState::Clean | PageState::Unknown => {
+            PageState::Dirty | PageState::Clean => {
                 self.zero(next, proc, page, true);
             }
             PageState::Filling | PageState::Poisoned => {}

@@ -8,8 +8,8 @@
 use crate::model::{Model, Out};
 use crate::rules::Rule;
 use crate::state::{
-    CHILD, Command, FOREIGN_VALUE, Fork, Mapping, PAGES, PARENT, Pin, Progress, Pte, Remove,
-    Request, State, Thread, Verb, Write, owner, small,
+    CHILD, Command, FOREIGN_VALUE, Fork, Mapping, PAGES, PARENT, Pin, Progress, Pte, Request,
+    State, Thread, Verb, Write, owner, small,
 };
 use crate::step::What;
 
@@ -20,11 +20,6 @@ pub(crate) enum CopyEnd {
     Exists,
     EventsPending,
     NoRange,
-}
-
-/// A layout change of the parent whose message is unread (`mmap_changing`).
-fn is_changing(state: &State) -> bool {
-    state.fork == Fork::Started || matches!(state.remove, Remove::Unread { .. })
 }
 
 impl Model {
@@ -40,7 +35,7 @@ impl Model {
         if proc == PARENT && !matches!(state.mapping, Mapping::Managed) {
             return CopyEnd::NoRange;
         }
-        if proc == PARENT && is_changing(state) {
+        if proc == PARENT && state.fork == Fork::Started {
             return CopyEnd::EventsPending;
         }
         let pte = &mut state.spaces[proc].ptes[page];
@@ -54,7 +49,7 @@ impl Model {
 
     /// UFFDIO_WRITEPROTECT that clears. `false`: EAGAIN.
     pub(crate) fn clear_protection(&self, state: &mut State, proc: usize, extent: usize) -> bool {
-        if proc == PARENT && is_changing(state) {
+        if proc == PARENT && state.fork == Fork::Started {
             return false;
         }
         for page in self.scenario.pages_of(extent) {
@@ -77,7 +72,6 @@ impl Model {
         }
         self.fork(state, out);
         self.ask(state, out);
-        self.remove(state, out);
         match (state.request, state.mapping) {
             (Request::Unmappable, _) => {
                 let mut next = *state;
@@ -116,12 +110,13 @@ impl Model {
             return;
         }
         for page in 0..PAGES {
-            let given_up = match (state.request, state.remove) {
-                (Request::Discard { extent }, _)
-                | (_, Remove::Unread { extent } | Remove::Zapping { extent }) => Some(extent),
-                _ => None,
+            let given_up = match state.request {
+                Request::Discard { extent } => {
+                    usize::from(extent) == self.scenario.extent_of(page) && proc == PARENT
+                }
+                _ => false,
             };
-            if proc == PARENT && given_up == Some(small(self.scenario.extent_of(page))) {
+            if given_up {
                 continue;
             }
             for write in [false, true] {
@@ -193,7 +188,6 @@ impl Model {
             next.exited = true;
             next.threads[..2].fill(Thread::Idle);
             next.request = Request::None;
-            next.remove = Remove::None;
             if !self.holds(Rule::HelperKeepsSpace) {
                 next.spaces[PARENT].ptes = [Pte::default(); PAGES];
                 next.limbo.ptes = [None; PAGES];
@@ -207,10 +201,8 @@ impl Model {
 
     /// Requests of the program and of its devices.
     fn ask(&self, state: &State, out: &mut Out) {
-        let free = state.request == Request::None
-            && state.remove == Remove::None
-            && state.mapping == Mapping::Managed
-            && !state.exited;
+        let free =
+            state.request == Request::None && state.mapping == Mapping::Managed && !state.exited;
         let at_rest = |page: usize| {
             state.threads[..2].iter().all(|thread| match *thread {
                 Thread::Idle => true,
@@ -241,26 +233,6 @@ impl Model {
                 out.push(What::DiscardAsked, PARENT, extent, next);
             }
         }
-        if free && state.budget.removes > 0 {
-            for extent in 0..self.scenario.extents() {
-                if self.scenario.pages_of(extent).all(at_rest) {
-                    let mut next = *state;
-                    next.budget.removes -= 1;
-                    let extent_name = small(extent);
-                    next.remove = if self.holds(Rule::HearsRemove) {
-                        Remove::Unread { extent: extent_name }
-                    } else {
-                        Remove::Zapping { extent: extent_name }
-                    };
-                    for page in self.scenario.pages_of(extent) {
-                        next.spaces[PARENT].or_zero[page] = true;
-                        // Beside a fork of another thread: the child, which cannot run yet, may have either.
-                        next.spaces[CHILD].or_zero[page] |= state.fork == Fork::Started;
-                    }
-                    out.push(What::RemoveBegun, PARENT, extent, next);
-                }
-            }
-        }
         if free && state.budget.unmaps > 0 && (0..PAGES).all(at_rest) {
             let mut next = *state;
             next.budget.unmaps -= 1;
@@ -269,23 +241,6 @@ impl Model {
             next.spaces[PARENT].or_zero = [true; PAGES];
             out.push(What::UnmapAsked, PARENT, 0, next);
         }
-    }
-
-    /// The madvise goes on once its message has been read.
-    fn remove(&self, state: &State, out: &mut Out) {
-        let Remove::Zapping { extent } = state.remove else {
-            return;
-        };
-        let extent = usize::from(extent);
-        let mut next = *state;
-        next.remove = Remove::None;
-        for page in self.scenario.pages_of(extent) {
-            let space = &mut next.spaces[PARENT];
-            space.ptes[page] = Pte::default();
-            space.truth[page] = 0;
-            space.or_zero[page] = false;
-        }
-        out.push(What::Zapped, PARENT, extent, next);
     }
 
     /// Disks and other devices.

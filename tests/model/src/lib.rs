@@ -28,9 +28,6 @@
 //! | `fork-crash` | 130 | 1 and 2 accesses, 1 park, 1 kill |
 //! | `discard` | 647 | 2 accesses, 2 parks, 1 kill, 1 discard |
 //! | `discard-fork` | 382 | 1 access each, 1 park, 1 discard |
-//! | `remove` | 200 | 2 accesses, 1 park, 1 kill, 1 raw madvise |
-//! | `remove-limbo` | 253 | 2 accesses, 2 parks, 1 raw madvise |
-//! | `remove-fork` | 369 | 1 access each, 1 park, 1 raw madvise |
 //! | `reuse` | 123 | 2 accesses, 2 parks, 1 kill, 1 unmap |
 //! | `reuse-fork` | 243 | 1 access each, 2 parks, 1 unmap |
 //! | `crash` | 450 | 2 accesses, 3 parks, 2 kills |
@@ -44,13 +41,10 @@
 //! it changes nothing, since the operation waits where it is. EEXIST comes wherever a page is there. It
 //! is never invented: COPY into private memory fails so for no other reason.
 //!
-//! **Raw madvise.** The `remove` scenarios are about memory that a program has mapped itself and that is
-//! registered for REMOVE events; the product does not manage such memory yet. A madvise beside a fork of
-//! another thread may come before or after it: nothing tells, and the child may have either.
-//!
-//! **Not here.** The shared backing; the way of parking on kernels without MOVE; memory armed late; lost
-//! bytes (`Poisoned`); room, buffers and the order of what waits for them; a second fork, a fork by the
-//! child, and parking in the child; MADV_FREE, whose page stays; REMAP and UNMAP. The look at all page tables at a restart, and the copy of the table for a child, are one
+//! **Not here.** The shared backing; the way of parking on kernels without MOVE; memory armed late;
+//! lost bytes (`Poisoned`); room, buffers and the order of what waits for them; a second
+//! fork, a fork by the child, and parking in the child; events of raw system calls (REMOVE, REMAP,
+//! UNMAP). The look at all page tables at a restart, and the copy of the table for a child, are one
 //! step each: nobody else can change there what they look at. Of the table's arrows this leaves out
 //! those of `Poisoned`.
 //!

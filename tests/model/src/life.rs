@@ -4,7 +4,7 @@ use crate::daemon::wake_all;
 use crate::model::{Model, Out};
 use crate::op::{Op, PrepareStep};
 use crate::rules::Rule;
-use crate::state::{CHILD, Fork, Limbo, PARENT, Removed, Space, Stage, State, Verb, Write};
+use crate::state::{CHILD, Fork, Limbo, PARENT, Space, Stage, State, Verb, Write};
 use crate::step::What;
 use tiermgr_core::page::PageState;
 
@@ -64,10 +64,6 @@ impl Model {
     fn bear_child(&self, state: &State, out: &mut Out) {
         let resting = state.limbo.stage != Stage::Free;
         if resting && self.holds(Rule::ForkWritesLimbo) {
-            return;
-        }
-        let unrecorded = state.removed.contains(&Removed::BeforeFork);
-        if unrecorded && self.holds(Rule::RemoveBeforeBirth) {
             return;
         }
         let mut next = *state;

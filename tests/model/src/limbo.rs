@@ -5,7 +5,7 @@ use crate::model::{Model, Out};
 use crate::op::{DiscardStep, Op, PrepareStep};
 use crate::rules::Rule;
 use crate::state::{
-    Fork, Limbo, Mapping, PAGES, PARENT, Removed, Request, Stage, State, Verb, Write, small,
+    Fork, Limbo, Mapping, PAGES, PARENT, Request, Stage, State, Verb, Write, small,
 };
 use crate::step::What;
 use tiermgr_core::page::{PageEvent, PageState};
@@ -122,12 +122,6 @@ impl Model {
                 let position = self.scenario.position(page);
                 match state.limbo.ptes[position] {
                     Some(value) => values[position] = value,
-                    None if !state.exited => {
-                        // The program zapped it before the move came to it.
-                        self.record(&mut next, PARENT, page, PageEvent::LimboEmpty);
-                        out.push(What::LimboFoundEmpty, PARENT, page, next);
-                        return;
-                    }
                     // Without the address space nothing can be read; the write waits for ever.
                     None => return,
                 }
@@ -289,7 +283,6 @@ impl Model {
             next.spaces[PARENT].slots[extent] = 0;
         }
         next.spaces[PARENT].records = [PageState::Absent; PAGES];
-        next.removed = [Removed::No; PAGES];
         next.limbo.write = Write::None;
         next.request = Request::Unmappable;
         out.push(What::RegionEnded, PARENT, 0, next);

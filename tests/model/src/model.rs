@@ -5,8 +5,7 @@ use crate::op::Op;
 use crate::rules::{Rule, Rules};
 use crate::scenario::Scenario;
 use crate::state::{
-    CHILD, FOREIGN_VALUE, Fork, Mapping, PAGES, PARENT, Remove, Removed, Request, SLOTS, State,
-    Thread, Write, small,
+    CHILD, FOREIGN_VALUE, Fork, Mapping, PAGES, PARENT, Request, SLOTS, State, Thread, Write, small,
 };
 use crate::step::{Step, What};
 use tiermgr_core::page::{PageEvent, PageState};
@@ -100,8 +99,6 @@ impl Model {
     pub fn is_served(&self, state: &State) -> bool {
         state.threads.iter().all(|t| *t == Thread::Idle)
             && state.request == Request::None
-            && state.remove == Remove::None
-            && state.removed == [Removed::No; PAGES]
             && matches!(state.fork, Fork::None | Fork::Born | Fork::Lost)
     }
 

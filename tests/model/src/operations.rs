@@ -5,7 +5,7 @@ use crate::kernel::CopyEnd;
 use crate::model::{Model, Out};
 use crate::op::{Copied, Op, UnprotectStep};
 use crate::rules::Rule;
-use crate::state::{PARENT, Progress, Removed, State, Verb, small};
+use crate::state::{PARENT, Progress, State, Verb, small};
 use crate::step::What;
 use tiermgr_core::page::{PageEvent, PageState};
 
@@ -64,10 +64,8 @@ impl Model {
     }
 
     /// Whether what is on its way back to the parent must be given up.
-    fn gives_up(&self, state: &State, proc: usize, extent: usize) -> bool {
-        let forked = state.is_held() && self.holds(Rule::ForkEndsFills);
-        let removed = state.removed[extent] != Removed::No && self.holds(Rule::RemoveEndsFills);
-        proc == PARENT && (forked || removed)
+    fn gives_up(&self, state: &State, proc: usize) -> bool {
+        proc == PARENT && state.is_held() && self.holds(Rule::ForkEndsFills)
     }
 
     fn advance_move(&self, state: &State, extent: usize, ordered: bool, out: &mut Out) {
@@ -116,7 +114,7 @@ impl Model {
         let position = self.scenario.position(page);
         let clean = state.spaces[PARENT].records[page] == PageState::LimboClean && !write;
         if copied == Copied::No {
-            if self.gives_up(state, PARENT, extent) {
+            if self.gives_up(state, PARENT) {
                 next.spaces[PARENT].ops[extent] = Op::None;
                 next.spaces[PARENT].wakes[extent] = false;
                 out.push(What::RescueGivenUp, PARENT, extent, next);
@@ -191,7 +189,7 @@ impl Model {
         let mut next = *state;
         let slot = usize::from(state.spaces[proc].slots[extent]);
         let buffer = slot.checked_sub(1).map_or([0; 2], |index| state.store[index]);
-        if self.gives_up(state, proc, extent) {
+        if self.gives_up(state, proc) {
             self.end_fill(&mut next, proc, extent);
             out.push(What::FillGivenUp, proc, extent, next);
             return;
@@ -243,7 +241,7 @@ impl Model {
     ) {
         let mut next = *state;
         if copied == Copied::No {
-            if self.gives_up(state, proc, extent) {
+            if self.gives_up(state, proc) {
                 self.end_fill(&mut next, proc, extent);
                 out.push(What::FillGivenUp, proc, extent, next);
                 return;
@@ -289,10 +287,8 @@ impl Model {
             out.push(What::ZeroCopied, proc, page, next);
             return;
         }
-        let unknown = state.spaces[proc].records[page] == PageState::Unknown;
         let event = match (copied, recheck) {
             (Copied::Exists, true) => None,
-            (_, true) if unknown => Some(PageEvent::ZeroInstalled),
             (Copied::Exists, false) => Some(PageEvent::FoundPresent),
             (_, true) => Some(PageEvent::Written),
             (_, false) => Some(PageEvent::ZeroInstalled),

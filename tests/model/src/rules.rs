@@ -64,24 +64,6 @@ pub enum Rule {
     /// A discard is answered after its zap has been carried out. Protects what the program writes
     /// after the answer. Fact: DONTNEED looks at nothing but the address.
     AnswerAfterZap,
-    /// What a program gives up by raw madvise is heard of: memory that it mapped itself is registered with a
-    /// descriptor that has REMOVE. Protects it from bytes that only a slot or limbo holds. Fact: the zap
-    /// waits until the message is read (`faults.rs`: fills_are_refused_while_a_message_is_unread).
-    HearsRemove,
-    /// A REMOVE that was read is recorded before a fault on its pages is looked at. Fact: whoever waits for
-    /// the read goes on with it.
-    RemoveBeforeFaults,
-    /// On REMOVE, what is on its way back is given up. Protects zeros from a COPY that comes after the zap.
-    RemoveEndsFills,
-    /// What is in its place when a REMOVE is recorded is not moved: it may be before the zap, and would come
-    /// back from limbo after it. Fact: nothing tells when the madvise has come to it.
-    RemovedStays,
-    /// A REMOVE that was read before a FORK is recorded before the child's table is made. Whoever forks
-    /// after its madvise forks after the read.
-    RemoveBeforeBirth,
-    /// A REMOVE that was read after a FORK is recorded after the child's table is made. Protects the bytes
-    /// that the child has and only a slot holds.
-    RemoveAfterBirth,
     /// An unmap is answered after every command on the region has been answered. Fact: MOVE looks at
     /// the destination only and takes foreign memory (`moves.rs`:
     /// a_late_move_steals_from_whatever_lies_at_the_address).
@@ -148,7 +130,7 @@ use Rule as R;
 
 impl Rule {
     /// All rules.
-    pub const ALL: [Self; 40] = [
+    pub const ALL: [Self; 34] = [
         R::LimboBeforeMove,
         R::SlotBeforeParked,
         R::ParkedBeforeDrop,
@@ -164,12 +146,6 @@ impl Rule {
         R::OneOwner,
         R::DiscardByMessage,
         R::AnswerAfterZap,
-        R::HearsRemove,
-        R::RemoveBeforeFaults,
-        R::RemoveEndsFills,
-        R::RemovedStays,
-        R::RemoveBeforeBirth,
-        R::RemoveAfterBirth,
         R::AnswerAfterCommands,
         R::ReuseAfterDrop,
         R::ResultsByPage,
@@ -218,9 +194,6 @@ impl Rule {
             R::SlotsCounted => "fork-slots",
             R::ForkFirst | R::MessagesSurvive => "fork-crash",
             R::AnswerAfterZap | R::DiscardByMessage => "discard",
-            R::HearsRemove | R::RemoveBeforeFaults | R::RemoveEndsFills => "remove",
-            R::RemovedStays => "remove-limbo",
-            R::RemoveBeforeBirth | R::RemoveAfterBirth => "remove-fork",
             R::ForgetAfterProof | R::ProtectionAlwaysClears | R::ExistsKeeps => "discard-fork",
             R::AnswerAfterCommands | R::RestartWaitsForHelper => "reuse",
             R::RestartWaitsForStore => "crash",

@@ -24,8 +24,6 @@ pub struct Budget {
     pub exits: u8,
     /// Discards.
     pub discards: u8,
-    /// Raw madvise calls that give an extent up.
-    pub removes: u8,
     /// Unmaps of the region, 0 or 1.
     pub unmaps: u8,
     /// Pins for a device.
@@ -108,7 +106,6 @@ const NOTHING: Budget = Budget {
     forks: 0,
     exits: 0,
     discards: 0,
-    removes: 0,
     unmaps: 0,
     pins: 0,
     device_writes: 0,
@@ -212,35 +209,6 @@ pub const SCENARIOS: &[Scenario] = &[
             parks: 1,
             forks: 1,
             discards: 1,
-            ..NOTHING
-        },
-    },
-    Scenario {
-        name: "remove",
-        about: "a raw madvise while commands and fills are half done, and a kill",
-        one_extent: true,
-        begin: [Dirty, Parked],
-        budget: Budget { touches: 2, writes: 1, parks: 1, crashes: 1, removes: 1, ..NOTHING },
-    },
-    Scenario {
-        name: "remove-limbo",
-        about: "a raw madvise of what is on its way to limbo, there, or on its way back",
-        one_extent: true,
-        begin: [Dirty, Clean],
-        budget: Budget { touches: 2, writes: 1, parks: 2, removes: 1, ..NOTHING },
-    },
-    Scenario {
-        name: "remove-fork",
-        about: "a raw madvise before, beside or after a fork",
-        one_extent: true,
-        begin: [Parked, Dirty],
-        budget: Budget {
-            touches: 1,
-            child_touches: 1,
-            writes: 1,
-            parks: 1,
-            forks: 1,
-            removes: 1,
             ..NOTHING
         },
     },

@@ -247,36 +247,6 @@ pub enum Request {
     Unmappable,
 }
 
-/// A raw `madvise(MADV_DONTNEED)` on an extent of adopted memory.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Remove {
-    /// None is under way.
-    #[default]
-    None,
-    /// Its REMOVE message is unread: the thread waits, and every COPY fails with EAGAIN.
-    Unread {
-        /// Which.
-        extent: u8,
-    },
-    /// The message was read. The thread goes on and zaps when it comes to it.
-    Zapping {
-        /// Which.
-        extent: u8,
-    },
-}
-
-/// A REMOVE that the daemon has read and not recorded. Durable: it lies in the message buffer.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Removed {
-    /// None.
-    #[default]
-    No,
-    /// No fork was being followed when it was read: a child that is forked later must not have the bytes.
-    BeforeFork,
-    /// A fork was being followed: its child has the bytes.
-    AfterFork,
-}
-
 /// What is at the region's addresses in the parent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Mapping {
@@ -325,10 +295,6 @@ pub struct State {
     pub released: bool,
     /// The program's request.
     pub request: Request,
-    /// A raw madvise of the program's.
-    pub remove: Remove,
-    /// What the daemon has read of such, by extent.
-    pub removed: [Removed; PAGES],
     /// What is at the parent's addresses.
     pub mapping: Mapping,
     /// The store, by slot (less one) and position in the extent.

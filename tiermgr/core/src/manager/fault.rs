@@ -204,7 +204,7 @@ impl<R: Records> Manager<R> {
             }
             // The record says that the page is there. Either this message is old, or the client
             // dropped the page and expects zeros. A COPY of zeros tells: it never overwrites.
-            PageState::Dirty | PageState::Clean | PageState::Unknown => {
+            PageState::Dirty | PageState::Clean => {
                 self.start_zero(proc, base, page_mask(page, 1), true, true, effects)
             }
             PageState::Parked | PageState::Filling => Served::Yes,

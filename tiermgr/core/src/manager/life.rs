@@ -9,7 +9,7 @@ use super::op::{ArmThen, Kind, Op, Prepare};
 use super::space::{Block, Ending, Space};
 use super::{Waiting, refuse, reply};
 use crate::effect::{Effect, Refusal, Reply};
-use crate::page::{PageEvent, PageState};
+use crate::page::PageState;
 use crate::record::Records;
 use crate::units::{Addr, EXTENT_BYTES, ProcId, RegionId, RequestId, Span};
 
@@ -405,17 +405,14 @@ impl<R: Records> Manager<R> {
         all
     }
 
-    /// What the record of a page says must be true, and the kernel says it is not: for tests.
+    /// What the record says of a page; nothing where it is not armed. For tests.
     #[must_use]
     pub fn state_of(&self, proc: ProcId, at: Addr) -> Option<PageState> {
         let region = self.spaces.get(&proc)?.region_at(at)?;
         let extent = region.extent_of(at);
         if region.is_unarmed(extent) {
-            return Some(PageState::Unknown);
+            return None;
         }
         Some(self.shared.record(region, extent).states.get(self.shared.page_of(at)))
     }
 }
-
-/// Events that a discard stands for.
-pub(super) const GIVEN_UP: PageEvent = PageEvent::Discarded;

@@ -1,6 +1,5 @@
 //! What clients ask for.
 
-use super::life::GIVEN_UP;
 use super::limbo::{leave_block, note_stale, settle_block};
 use super::op::{ArmThen, Kind, Op};
 use super::shared::Shared;
@@ -9,7 +8,7 @@ use super::{Manager, PendingDiscard, Proof, refuse, reply};
 use crate::effect::{Command, Effect, Refusal, Reply};
 use crate::event::{Advice, CommandOutcome, Request};
 use crate::limits::{LEASES_MAX, REGIONS_MAX};
-use crate::page::{PageMask, PageState};
+use crate::page::{PageEvent, PageMask, PageState};
 use crate::record::{Records, RegionRecord};
 use crate::units::{
     Addr, CHUNK_BYTES, CHUNK_EXTENTS, EXTENT_BYTES, LeaseId, OpId, ProcId, RegionId, RequestId,
@@ -464,7 +463,7 @@ impl<R: Records> Manager<R> {
             let record = shared.record(region, extent);
             let base = region.extent_addr(extent);
             let covered = covered(shared, base, span);
-            let Some(states) = record.states.after(covered, GIVEN_UP) else {
+            let Some(states) = record.states.after(covered, PageEvent::Discarded) else {
                 continue;
             };
             let limbo = record.limbo();

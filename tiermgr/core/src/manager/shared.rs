@@ -37,7 +37,7 @@ pub(crate) struct Weight {
 
 /// Pages that take room in their place.
 pub(crate) fn in_place(states: PageStates) -> PageMask {
-    states.mask(|s| s.is_resident() || s == PageState::Filling || s == PageState::Unknown)
+    states.mask(|s| s.is_resident() || s == PageState::Filling)
 }
 
 /// What the pages of an extent cost. Borrowed frames are counted at their lender.

@@ -19,25 +19,22 @@ pub enum PageState {
     Dirty = 1,
     /// In its place, write-protected; the slot holds the same bytes.
     Clean = 2,
-    /// In its place, or gone: the client has given it up by a system call of its own, which may not have
-    /// come to it yet. Nobody moves it; a touch that finds it missing gets zeros.
-    Unknown = 3,
     /// In limbo, or in its place with a move there outstanding; no valid copy elsewhere.
-    LimboDirty = 4,
+    LimboDirty = 3,
     /// As `LimboDirty`, and the slot holds the same bytes.
-    LimboClean = 5,
+    LimboClean = 4,
     /// Only in the slot.
-    Parked = 6,
+    Parked = 5,
     /// In the slot, and on its way to its place.
-    Filling = 7,
+    Filling = 6,
     /// Lost by a device; an access raises SIGBUS.
-    Poisoned = 8,
+    Poisoned = 7,
 }
 
 /// What can happen to a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum PageEvent {
-    /// Zeros were installed for a page that was missing.
+    /// Zeros were installed for an absent page.
     ZeroInstalled,
     /// A move to limbo is about to be ordered.
     LimboBegun,
@@ -65,10 +62,8 @@ pub enum PageEvent {
     Written,
     /// The device lost the slot's bytes.
     Lost,
-    /// The client gave the bytes up, and they are gone from everywhere.
+    /// The client gave the bytes up.
     Discarded,
-    /// The client gave the bytes up by a system call that has been announced and not come to them.
-    Removed,
     /// At a restart: the page is in its place although the record says otherwise.
     FoundPresent,
 }
@@ -78,11 +73,10 @@ use PageState as S;
 
 impl PageState {
     /// All states, in the order of their codes.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 8] = [
         S::Absent,
         S::Dirty,
         S::Clean,
-        S::Unknown,
         S::LimboDirty,
         S::LimboClean,
         S::Parked,
@@ -94,7 +88,7 @@ impl PageState {
     #[must_use]
     pub const fn next(self, event: PageEvent) -> Option<Self> {
         Some(match (self, event) {
-            (S::Absent | S::Unknown, E::ZeroInstalled) => S::Dirty,
+            (S::Absent, E::ZeroInstalled) => S::Dirty,
 
             (S::Dirty, E::LimboBegun) => S::LimboDirty,
             (S::Clean, E::LimboBegun) => S::LimboClean,
@@ -120,12 +114,9 @@ impl PageState {
                 S::Absent | S::Parked | S::Filling | S::LimboDirty | S::LimboClean,
                 E::FoundPresent,
             ) => S::Dirty,
-            (S::Dirty | S::Clean | S::Unknown, E::FoundPresent) => self,
+            (S::Dirty | S::Clean, E::FoundPresent) => self,
 
             (_, E::Discarded) => S::Absent,
-            // Moved before the call comes to it, it would come back as it was.
-            (S::Dirty | S::Clean | S::Unknown, E::Removed) => S::Unknown,
-            (_, E::Removed) => S::Absent,
             _ => return None,
         })
     }
@@ -152,12 +143,11 @@ impl PageState {
         match code {
             1 => S::Dirty,
             2 => S::Clean,
-            3 => S::Unknown,
-            4 => S::LimboDirty,
-            5 => S::LimboClean,
-            6 => S::Parked,
-            7 => S::Filling,
-            8 => S::Poisoned,
+            3 => S::LimboDirty,
+            4 => S::LimboClean,
+            5 => S::Parked,
+            6 => S::Filling,
+            7 => S::Poisoned,
             // A code that was never written: a damaged record must not read as anything that
             // could release bytes to a program, and `Poisoned` releases none.
             0 => S::Absent,

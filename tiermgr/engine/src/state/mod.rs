@@ -33,7 +33,7 @@ use tiermgr_core::units::ProcId;
 use tiermgr_sys::shm::SharedFile;
 
 /// Version of all state files. A daemon loads only its own.
-pub const FORMAT: u64 = 1;
+pub const FORMAT: u64 = 2;
 
 /// Bytes of the directory of regions that are there from the beginning.
 const ENTRIES_ALLOCATED: u64 = 4096;
