@@ -71,30 +71,42 @@ class SlowDisk:
     slowed down, the daemon above all."""
 
     def __init__(self, device, bytes_per_second):
-        numbers = os.stat(device).st_rdev
-        place = f"{os.major(numbers)}:{os.minor(numbers)}"
+        self.device = device
         name = f"tiermgr-slow-{os.getpid()}"
-        if (SYSTEM_CGROUPS / "blkio" / "blkio.throttle.read_bps_device").exists():
+        self._is_v1 = (SYSTEM_CGROUPS / "blkio" / "blkio.throttle.read_bps_device").exists()
+        if self._is_v1:
             self.path = SYSTEM_CGROUPS / "blkio" / name
-            limits = {f"blkio.throttle.{way}_bps_device": f"{place} {bytes_per_second}"
-                      for way in ("read", "write")}
         elif "io" in self._controllers():
             self.path = SYSTEM_CGROUPS / name
-            limits = {"io.max": f"{place} rbps={bytes_per_second} wbps={bytes_per_second}"}
         else:
             raise Unavailable("no cgroup here limits what a device transfers")
         try:
-            if "io.max" in limits:
+            if not self._is_v1:
                 (SYSTEM_CGROUPS / "cgroup.subtree_control").write_text("+io")
             self.path.mkdir()
         except OSError as error:
             raise Unavailable(f"making a cgroup for a slow disk: {error.strerror}") from error
         try:
-            for file, text in limits.items():
-                (self.path / file).write_text(text)
+            self.limit(bytes_per_second)
         except OSError as error:
             self.close()
             raise Unavailable(f"slowing {device} down: {error.strerror}") from error
+
+    def limit(self, bytes_per_second):
+        """Sets another limit, also for what is on its way already."""
+        numbers = os.stat(self.device).st_rdev
+        place = f"{os.major(numbers)}:{os.minor(numbers)}"
+        if self._is_v1:
+            for way in ("read", "write"):
+                file = self.path / f"blkio.throttle.{way}_bps_device"
+                file.write_text(f"{place} {bytes_per_second}")
+        else:
+            text = f"{place} rbps={bytes_per_second} wbps={bytes_per_second}"
+            (self.path / "io.max").write_text(text)
+
+    def take(self, pid):
+        """Has a process that runs already use the slow disk."""
+        (self.path / "cgroup.procs").write_text(str(pid))
 
     @staticmethod
     def _controllers():

@@ -11,6 +11,7 @@ use tiermgr_core::manager::{Manager, RegionView};
 use tiermgr_core::page::PageState;
 use tiermgr_core::record::{ExtentRecord, Records, RegionRecord};
 use tiermgr_core::units::{Addr, CHUNK_BYTES, EXTENT_BYTES, ProcId, RecordIndex};
+use tiermgr_core::watch::Watch;
 
 /// Turns after which a new daemon has looked at everything.
 const TURNS_TO_LOOK: u64 = 500;
@@ -40,6 +41,34 @@ pub fn check_all(world: &World, manager: &Manager<SimRecords>) -> Checked {
     }
     own_invariants(world, manager)?;
     ledger(world, manager)
+}
+
+/// The watchdog knows of everybody who sleeps in a fault that was read. If not, a program hangs and
+/// nobody says so.
+///
+/// # Errors
+///
+/// Who sleeps unnoticed.
+pub fn sleepers_are_watched(world: &World, watch: &Watch) -> Checked {
+    let served = world.procs.iter().filter(|proc| proc.known && !proc.released && !proc.exited);
+    for process in served {
+        for waiter in process.mm.waiters.iter().filter(|waiter| waiter.read) {
+            if !watch.sleeps(process.id, waiter.at) {
+                let what = format!("{:?} at {:?}: {waiter:?}", process.id, waiter.at);
+                return broken("sleepers are watched", what);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Once all is done nobody is thought to sleep. If not, the watchdog cries wolf.
+///
+/// # Errors
+///
+/// What the watchdog believes.
+pub fn nobody_is_watched(watch: &Watch) -> Checked {
+    if watch.is_empty() { Ok(()) } else { broken("nobody is watched", format!("{watch:?}")) }
 }
 
 /// The manager's own books balance, and what it stored durably is well formed. If not, it would run

@@ -10,6 +10,7 @@ use tiermgr_core::event::{Event, IoctlOutcome};
 use tiermgr_core::limits::{COMMANDS_IN_FLIGHT_MAX, COPY_PIECE_BYTES};
 use tiermgr_core::record::Records;
 use tiermgr_core::units::{Addr, EXTENT_BYTES, OpId, ProcId, SlotId, Span, Tick, low_u32};
+use tiermgr_core::watch::{Overdue, WaitsOn};
 use tiermgr_engine::host::Host;
 
 /// The simulated host. It owns the world.
@@ -60,6 +61,12 @@ impl Host for SimHost {
         }
         world.trace.note(world.turn, world.now.0, format_args!("   <- {effect:?}"));
         world.start(effect);
+    }
+
+    fn overdue(&mut self, overdue: &Overdue, waits_on: WaitsOn) {
+        let world = &mut self.world;
+        world.counts.overdue += 1;
+        world.trace.note(world.turn, world.now.0, format_args!("late: {overdue:?} {waits_on}"));
     }
 }
 

@@ -182,6 +182,7 @@ impl Run {
         let replaying = self.plan.until.is_some_and(|until| world.turn + 200 > until);
         if replaying || world.turn.is_multiple_of(check_every) {
             checkers::check_all(world, &self.driver.manager)?;
+            checkers::sleepers_are_watched(world, &self.driver.watch)?;
         }
         if self.plan.until == Some(world.turn) { Err(Stop::Reached) } else { Ok(()) }
     }
@@ -209,6 +210,7 @@ impl Run {
             let Some(what) = world.unrest() else {
                 still += 1;
                 if still == STILL_TURNS {
+                    checkers::nobody_is_watched(&self.driver.watch)?;
                     return Ok(checkers::check_all(world, &self.driver.manager)?);
                 }
                 continue;

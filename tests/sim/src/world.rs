@@ -44,6 +44,8 @@ pub struct Counts {
     pub injected: u64,
     /// Pages reported as lost.
     pub lost: u64,
+    /// Faults that the watchdog named.
+    pub overdue: u64,
 }
 
 /// Everything.

@@ -20,3 +20,4 @@ pub mod slots;
 pub mod stats;
 pub mod stream;
 pub mod units;
+pub mod watch;

@@ -76,6 +76,12 @@ fn status(daemon: &Daemon) -> Status {
             totals.poisoned_pages
         ));
     }
+    if totals.late_faults_now > 0 {
+        warnings.push(format!(
+            "threads have slept at {} pages for more than five seconds: the log says where, and what for",
+            totals.late_faults_now
+        ));
+    }
     let store_percent = store.used_bytes.saturating_mul(100) / store.capacity_bytes.max(1);
     if store_percent >= STORE_WARN_PERCENT {
         warnings.push(format!(

@@ -544,6 +544,7 @@ const fn history_of(stats: FamilyStats) -> FamilyStats {
         slots_now_bytes: 0,
         budget_now_bytes: 0,
         pinned_now_bytes: 0,
+        late_faults_now: 0,
         ..stats
     }
 }

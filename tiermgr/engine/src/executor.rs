@@ -7,6 +7,7 @@ mod drain;
 
 use crate::driver::Driver;
 use crate::error::EngineError;
+use crate::host::Host;
 use crate::linux::{HostConfig, LinuxHost, Prepared};
 use crate::mailbox::{Mail, Mailbox, answer};
 use crate::room::{Room, Share};
@@ -585,11 +586,11 @@ fn serve(begin: Begin, ended: &Ended, ready: &SyncSender<Result<(), EngineError>
         // For whoever asks while a turn takes longer than they wait.
         if noted.elapsed() > NOTE_STATS_EVERY {
             noted = Instant::now();
-            let stats = family_stats(&driver.manager, ended.page_bytes);
+            let stats = stats_of(&mut driver);
             *ended.last_stats.lock().unwrap_or_else(PoisonError::into_inner) = stats;
         }
     }
-    let stats = family_stats(&driver.manager, ended.page_bytes);
+    let stats = stats_of(&mut driver);
     *ended.last_stats.lock().unwrap_or_else(PoisonError::into_inner) = stats;
     let beyond = driver.manager.stats().overcommitted_faults;
     // Each brought one extent at most, and gave it up again as soon as something could be parked.
@@ -617,6 +618,11 @@ fn serve(begin: Begin, ended: &Ended, ready: &SyncSender<Result<(), EngineError>
     drop(guard);
 }
 
+fn stats_of(driver: &mut Driver<LinuxHost, StateRecords>) -> FamilyStats {
+    let now = driver.host.now();
+    family_stats(&driver.manager, &driver.watch, now)
+}
+
 fn answer_stats(driver: &mut Driver<LinuxHost, StateRecords>, ended: &Ended) {
     if driver.host.take_explanation_wanted() {
         tracing::warn!(waiting = driver.manager.describe(), "a request takes too long");
@@ -625,7 +631,7 @@ fn answer_stats(driver: &mut Driver<LinuxHost, StateRecords>, ended: &Ended) {
     if wanted.is_empty() {
         return;
     }
-    let stats = family_stats(&driver.manager, ended.page_bytes);
+    let stats = stats_of(driver);
     for to in &wanted {
         answer(to, stats);
     }

@@ -4,6 +4,7 @@
 use tiermgr_core::effect::Effect;
 use tiermgr_core::event::Event;
 use tiermgr_core::units::Tick;
+use tiermgr_core::watch::{Overdue, WaitsOn};
 
 /// All that the driver needs from outside.
 pub trait Host {
@@ -20,4 +21,7 @@ pub trait Host {
     /// Starts the work, in the order of the calls. The outcome always comes back as an event, never
     /// from this call.
     fn start(&mut self, effect: &Effect);
+
+    /// Is told of a fault that nobody has answered for [`tiermgr_core::watch::OVERDUE_NS`], once.
+    fn overdue(&mut self, overdue: &Overdue, waits_on: WaitsOn);
 }

@@ -2,7 +2,8 @@
 
 use tiermgr_core::manager::Manager;
 use tiermgr_core::record::Records;
-use tiermgr_core::units::EXTENT_BYTES;
+use tiermgr_core::units::{EXTENT_BYTES, Tick};
+use tiermgr_core::watch::Watch;
 use tiermgr_wire::control::FamilyStats;
 
 /// What the host counts, because the manager cannot see it.
@@ -17,7 +18,8 @@ pub struct HostStats {
 }
 
 /// The counters of one family as people see them.
-pub fn family_stats<R: Records>(manager: &Manager<R>, page_bytes: u64) -> FamilyStats {
+pub fn family_stats<R: Records>(manager: &Manager<R>, watch: &Watch, now: Tick) -> FamilyStats {
+    let page_bytes = manager.page_bytes();
     let stats = manager.stats();
     let gauges = manager.gauges();
     FamilyStats {
@@ -42,5 +44,6 @@ pub fn family_stats<R: Records>(manager: &Manager<R>, page_bytes: u64) -> Family
         slots_now_bytes: u64::from(manager.slots_held()) * EXTENT_BYTES,
         budget_now_bytes: manager.budget_bytes(),
         pinned_now_bytes: gauges.pinned_pages * page_bytes,
+        late_faults_now: watch.late(now),
     }
 }

@@ -122,6 +122,8 @@ pub struct FamilyStats {
     pub budget_now_bytes: u64,
     /// Bytes held by leases now.
     pub pinned_now_bytes: u64,
+    /// Pages at which threads have slept for more than five seconds now.
+    pub late_faults_now: u64,
 }
 
 impl FamilyStats {
@@ -148,6 +150,7 @@ impl FamilyStats {
         self.slots_now_bytes += other.slots_now_bytes;
         self.budget_now_bytes += other.budget_now_bytes;
         self.pinned_now_bytes += other.pinned_now_bytes;
+        self.late_faults_now += other.late_faults_now;
     }
 }
 

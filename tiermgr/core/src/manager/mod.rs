@@ -30,6 +30,7 @@ mod shared;
 mod space;
 #[cfg(test)]
 mod tests;
+mod waits;
 mod write;
 
 use crate::effect::{Effect, Refusal, Reply, Residency};
@@ -227,6 +228,11 @@ impl<R: Records> Manager<R> {
     /// Slots that records or operations hold.
     pub fn slots_held(&self) -> u32 {
         self.shared.slots.held_slots()
+    }
+
+    /// Bytes of a page.
+    pub const fn page_bytes(&self) -> u64 {
+        self.shared.page_bytes()
     }
 
     /// The budget, in bytes.

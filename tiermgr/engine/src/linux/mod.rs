@@ -46,6 +46,7 @@ use std::time::Duration;
 use tiermgr_core::effect::{Effect, Reply};
 use tiermgr_core::event::Event;
 use tiermgr_core::units::{EXTENT_BYTES, Geometry, ProcId, RequestId, Tick};
+use tiermgr_core::watch::{Overdue, WaitsOn};
 use tiermgr_sys::nowait::make_nonblocking;
 use tiermgr_sys::probe::KernelFeatures;
 use tiermgr_sys::process::{monotonic_ns, page_size};
@@ -487,5 +488,16 @@ impl Host for LinuxHost {
             Effect::Reply { request, reply } => self.reply(request, reply),
             Effect::Release { proc } => self.release(proc),
         }
+    }
+
+    fn overdue(&mut self, overdue: &Overdue, waits_on: WaitsOn) {
+        let pid = self.procs.get(overdue.proc).map(|known| known.entry.pid);
+        tracing::warn!(
+            family = self.config.family,
+            pid,
+            address = format_args!("{:#x}", overdue.page.0),
+            %waits_on,
+            "a thread has slept at a page for more than five seconds"
+        );
     }
 }
