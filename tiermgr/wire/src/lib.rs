@@ -13,6 +13,7 @@ pub mod dram;
 pub mod hello;
 pub mod reply;
 pub mod request;
+pub mod rules;
 pub mod size;
 
 use serde::{Serialize, de::DeserializeOwned};

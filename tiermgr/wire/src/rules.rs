@@ -1,0 +1,223 @@
+//! Which programs of a process tree are managed, and how: the file of `tiermgrctl run --only` and of
+//! `TIERMGR_RULES`.
+//!
+//! A line is a rule: a pattern, and behind it what is to be done. The first rule whose pattern fits a
+//! program decides; a program that no pattern fits is not managed.
+//!
+//! ```text
+//! # A build: the compilers proper, and nothing else of the tree.
+//! cc1*              small
+//! rustc             small min-size=64K
+//! /opt/*/bin/solve
+//! as                off
+//! ```
+//!
+//! A pattern without a slash is about names, one with a slash about whole paths; `*` stands for any
+//! characters, slashes too, and `?` for one. It fits a program if it fits the file that runs, or the name
+//! by which that was started: of a script, and where a link leads to the program, these are two.
+
+use crate::size::{Size, SizeError};
+
+/// What to do with the programs that a pattern fits.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rule {
+    pattern: String,
+    /// False: such a program runs as if this library were not there.
+    pub is_managed: bool,
+    /// Whether small allocations are managed; `None`: as it is for all programs.
+    pub small: Option<bool>,
+    /// Least managed size; `None`: as it is for all programs.
+    pub min_size: Option<Size>,
+}
+
+/// The rules of one file.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Rules(Vec<Rule>);
+
+/// A line that is no rule.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("line {line}: {kind}")]
+pub struct RuleError {
+    /// Counted from 1.
+    pub line: usize,
+    /// What is wrong with it.
+    #[source]
+    pub kind: RuleErrorKind,
+}
+
+/// What is wrong with a line.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RuleErrorKind {
+    /// An option that is not known.
+    #[error("`{0}` is not known; behind a pattern stand off, small, no-small and min-size=SIZE")]
+    Unknown(String),
+    /// `off` beside others.
+    #[error("`off` stands alone: what is not managed has no options")]
+    OffWithOptions,
+    /// A size that is none.
+    #[error("min-size: {0}")]
+    Size(#[source] SizeError),
+    /// A pattern that fits no path.
+    #[error("`{0}` has a slash, and so is about whole paths: it begins with `/` or `*`")]
+    Relative(String),
+    /// A rule that decides nothing.
+    #[error("no program comes to this rule: `*` above it fits all")]
+    Unreachable,
+    /// A file without a rule.
+    #[error("there is no rule here, so that nothing would be managed")]
+    Empty,
+}
+
+impl Rules {
+    /// Reads the text of a file.
+    ///
+    /// # Errors
+    /// [`RuleError`], for the first line that is wrong.
+    pub fn parse(text: &str) -> Result<Self, RuleError> {
+        let mut rules: Vec<Rule> = Vec::new();
+        let mut last = 1;
+        for (line, text) in (1..).zip(text.lines()) {
+            last = line;
+            let wrong = |kind| RuleError { line, kind };
+            let mut words = text.split_whitespace().take_while(|word| !word.starts_with('#'));
+            let Some(pattern) = words.next() else { continue };
+            if rules.iter().any(|rule| rule.pattern == "*") {
+                return Err(wrong(RuleErrorKind::Unreachable));
+            }
+            rules.push(Rule::parse(pattern, words).map_err(wrong)?);
+        }
+        if rules.is_empty() {
+            return Err(RuleError { line: last, kind: RuleErrorKind::Empty });
+        }
+        Ok(Self(rules))
+    }
+
+    /// The rule for a program of which `names` are known: the path of its file, and the name by which it
+    /// was started.
+    #[must_use]
+    pub fn of<'a>(&self, names: impl Iterator<Item = &'a str> + Clone) -> Option<&Rule> {
+        self.0.iter().find(|rule| names.clone().any(|name| rule.fits(name)))
+    }
+}
+
+impl Rule {
+    fn parse<'a>(
+        pattern: &str,
+        words: impl Iterator<Item = &'a str>,
+    ) -> Result<Self, RuleErrorKind> {
+        if pattern.contains('/') && !pattern.starts_with(['/', '*']) {
+            return Err(RuleErrorKind::Relative(pattern.to_owned()));
+        }
+        let mut rule =
+            Self { pattern: pattern.to_owned(), is_managed: true, small: None, min_size: None };
+        for word in words {
+            match word.split_once('=') {
+                None if word == "off" => rule.is_managed = false,
+                None if word == "small" => rule.small = Some(true),
+                None if word == "no-small" => rule.small = Some(false),
+                Some(("min-size", size)) => {
+                    rule.min_size = Some(size.parse().map_err(RuleErrorKind::Size)?);
+                }
+                _ => return Err(RuleErrorKind::Unknown(word.to_owned())),
+            }
+        }
+        if !rule.is_managed && (rule.small.is_some() || rule.min_size.is_some()) {
+            return Err(RuleErrorKind::OffWithOptions);
+        }
+        Ok(rule)
+    }
+
+    fn fits(&self, name: &str) -> bool {
+        let name = match name.rsplit_once('/') {
+            Some((_, last)) if !self.pattern.contains('/') => last,
+            _ => name,
+        };
+        fits(self.pattern.as_bytes(), name.as_bytes())
+    }
+}
+
+/// Whether a pattern with `*` and `?` fits all of `text`.
+fn fits(pattern: &[u8], text: &[u8]) -> bool {
+    let (mut p, mut t) = (0, 0);
+    // Behind the last star: where the pattern goes on, and how far the star reaches.
+    let mut star = None;
+    while t < text.len() {
+        match pattern.get(p) {
+            Some(b'*') => {
+                p += 1;
+                star = Some((p, t));
+            }
+            Some(&c) if c == b'?' || c == text[t] => {
+                p += 1;
+                t += 1;
+            }
+            _ => match &mut star {
+                Some((after, reach)) => {
+                    *reach += 1;
+                    (p, t) = (*after, *reach);
+                }
+                None => return false,
+            },
+        }
+    }
+    pattern[p..].iter().all(|&c| c == b'*')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn patterns() {
+        for (pattern, text, wanted) in [
+            ("cc1", "cc1", true),
+            ("cc1", "cc1plus", false),
+            ("cc1*", "cc1plus", true),
+            ("*1*s", "cc1plus", true),
+            ("*", "", true),
+            ("?", "", false),
+            ("c?1", "cc1", true),
+            ("*ab", "aab", true),
+            ("*a*b*c", "xxaxxbxxbxc", true),
+            ("*a*b*c", "xxaxxbxxbx", false),
+            ("/usr/*/cc1", "/usr/lib/gcc/cc1", true),
+        ] {
+            assert_eq!(fits(pattern.as_bytes(), text.as_bytes()), wanted, "{pattern} {text}");
+        }
+    }
+
+    #[test]
+    fn the_first_rule_that_fits_decides() {
+        let text = "# comment\n\ncc1plus off # not this one\ncc1* small min-size=64K\n/opt/*\n";
+        let rules = Rules::parse(text).unwrap();
+        let of = |names: &[&'static str]| rules.of(names.iter().copied()).cloned();
+        assert!(!of(&["/usr/lib/cc1plus"]).unwrap().is_managed);
+        let cc1 = of(&["/usr/lib/cc1"]).unwrap();
+        assert_eq!(
+            (cc1.is_managed, cc1.small, cc1.min_size),
+            (true, Some(true), Some(Size(65536)))
+        );
+        assert_eq!(of(&["/opt/x/y"]).unwrap().small, None);
+        assert_eq!(of(&["/bin/sh"]), None);
+        // Of a script the interpreter runs, but it was started by its own name.
+        assert!(of(&["/usr/bin/python3", "./cc1.py"]).unwrap().is_managed);
+    }
+
+    #[test]
+    fn a_wrong_line_is_named() {
+        for (text, line, words) in [
+            ("a\nb smal\n", 2, "`smal`"),
+            ("a off small\n", 1, "alone"),
+            ("a min-size=1Q\n", 1, "`Q`"),
+            ("a small=1\n", 1, "`small=1`"),
+            ("bin/a\n", 1, "whole paths"),
+            ("* off\na\n", 2, "no program"),
+            ("# nothing\n\n", 2, "no rule"),
+            ("", 1, "no rule"),
+        ] {
+            let error = Rules::parse(text).unwrap_err();
+            assert_eq!(error.line, line, "{text}");
+            assert!(error.to_string().contains(words), "{error}");
+        }
+    }
+}
