@@ -2,16 +2,18 @@
 //!
 //! `std::sync::Mutex` has no answer to two questions that an allocator is asked: "does this very
 //! thread hold it already?" (our own code allocates, and a signal handler may), and "may the thread
-//! that forks keep it across the fork and give it back on both sides?". This one knows its owner.
+//! that forks keep it across the fork and give it back on both sides?". This one knows its owner, and
+//! does so from the very instruction that takes it: a signal handler may come behind each.
 //! It allocates nothing and uses no thread-local storage of ours, whose set-up may itself allocate.
 
 use std::cell::UnsafeCell;
 use std::ops::{Deref, DerefMut};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-const FREE: u32 = 0;
-const HELD: u32 = 1;
-const CONTENDED: u32 = 2;
+/// Nobody is inside.
+const FREE: usize = 0;
+/// Beside the holder's key: somebody sleeps. Keys are addresses of threads' control blocks, and even.
+const CONTENDED: usize = 1;
 
 /// Tells threads apart; never zero. A forked child's thread has the key of the thread that forked.
 #[must_use]
@@ -23,9 +25,8 @@ pub fn thread_key() -> usize {
 
 /// Data behind a lock.
 pub struct Guarded<T> {
-    word: AtomicU32,
-    /// Key of the holder, 0 while nobody holds it.
-    owner: AtomicUsize,
+    /// Key of the holder, or [`FREE`].
+    word: AtomicUsize,
     /// The holder is between the two halves of a fork: the data is whole, and the holder may enter.
     across_fork: AtomicBool,
     data: UnsafeCell<T>,
@@ -57,17 +58,21 @@ impl<T> Guarded<T> {
     /// Puts `data` behind a lock.
     pub const fn new(data: T) -> Self {
         Self {
-            word: AtomicU32::new(FREE),
-            owner: AtomicUsize::new(0),
+            word: AtomicUsize::new(FREE),
             across_fork: AtomicBool::new(false),
             data: UnsafeCell::new(data),
         }
     }
 
+    /// Whether this thread is inside, and so gets no entry.
+    pub fn is_inside(&self) -> bool {
+        self.is_held_by(thread_key()) && !self.across_fork.load(Ordering::Relaxed)
+    }
+
     /// Waits for the lock. `None` if this thread is already inside: the caller does without.
     pub fn enter(&self) -> Option<Entered<'_, T>> {
         let key = thread_key();
-        if self.owner.load(Ordering::Relaxed) == key {
+        if self.is_held_by(key) {
             // Only this thread stores this key, so what it reads here is its own doing.
             if self.across_fork.load(Ordering::Relaxed) {
                 // One entry at a time also here: a nested one finds the flag down.
@@ -83,14 +88,10 @@ impl<T> Guarded<T> {
     /// Takes the lock if that needs no sleep. `None`: somebody is inside.
     pub fn try_enter(&self) -> Option<Entered<'_, T>> {
         let key = thread_key();
-        if self.owner.load(Ordering::Relaxed) == key {
+        if self.is_held_by(key) {
             return self.enter();
         }
-        if !self.spin() {
-            return None;
-        }
-        self.owner.store(key, Ordering::Relaxed);
-        Some(Entered { lock: self, releases: true })
+        self.spin(key).then_some(Entered { lock: self, releases: true })
     }
 
     /// First half of a fork: takes the lock and keeps it. A thread that is inside already (a fork in
@@ -99,7 +100,7 @@ impl<T> Guarded<T> {
     /// Gives whether the lock was taken.
     pub fn hold_for_fork(&self) -> bool {
         let key = thread_key();
-        if self.owner.load(Ordering::Relaxed) == key {
+        if self.is_held_by(key) {
             return false;
         }
         self.acquire(key);
@@ -113,53 +114,74 @@ impl<T> Guarded<T> {
         self.release();
     }
 
-    fn acquire(&self, key: usize) {
-        if !self.spin() {
-            self.sleep();
-        }
-        self.owner.store(key, Ordering::Relaxed);
+    fn is_held_by(&self, key: usize) -> bool {
+        self.word.load(Ordering::Relaxed) & !CONTENDED == key
     }
 
-    fn take(&self) -> bool {
-        self.word.compare_exchange(FREE, HELD, Ordering::Acquire, Ordering::Relaxed).is_ok()
+    fn acquire(&self, key: usize) {
+        if !self.spin(key) {
+            self.sleep(key);
+        }
+    }
+
+    fn take(&self, key: usize) -> bool {
+        self.word.compare_exchange(FREE, key, Ordering::Acquire, Ordering::Relaxed).is_ok()
     }
 
     /// Most holders are out again in less time than it takes to fall asleep.
-    fn spin(&self) -> bool {
-        self.take()
+    fn spin(&self, key: usize) -> bool {
+        self.take(key)
             || (0..100).any(|_| {
                 std::hint::spin_loop();
-                self.word.load(Ordering::Relaxed) == FREE && self.take()
+                self.word.load(Ordering::Relaxed) == FREE && self.take(key)
             })
     }
 
     #[cold]
-    fn sleep(&self) {
-        while self.word.swap(CONTENDED, Ordering::Acquire) != FREE {
-            self.futex(libc::FUTEX_WAIT, CONTENDED);
+    fn sleep(&self, key: usize) {
+        loop {
+            let word = self.word.load(Ordering::Relaxed);
+            // Whoever has slept does not know whether others do.
+            let wanted = if word == FREE { key | CONTENDED } else { word | CONTENDED };
+            let is_set = self
+                .word
+                .compare_exchange(word, wanted, Ordering::Acquire, Ordering::Relaxed)
+                .is_ok();
+            match (is_set, word) {
+                (true, FREE) => return,
+                (true, _) => self.futex(libc::FUTEX_WAIT, half(wanted)),
+                (false, _) => {}
+            }
         }
     }
 
     fn release(&self) {
-        self.owner.store(0, Ordering::Relaxed);
-        if self.word.swap(FREE, Ordering::Release) == CONTENDED {
+        if self.word.swap(FREE, Ordering::Release) & CONTENDED != 0 {
             self.futex(libc::FUTEX_WAKE, 1);
         }
     }
 
+    /// On the lower half of the word, where all changes between free and contended show.
     fn futex(&self, operation: i32, value: u32) {
+        let at = self.word.as_ptr().cast::<u32>();
+        let at = if cfg!(target_endian = "big") { at.wrapping_add(1) } else { at };
         // SAFETY: the word lives as long as `self`; a null timeout means none. Errors (a value that
         // changed, a signal) send the caller round its loop.
         unsafe {
             libc::syscall(
                 libc::SYS_futex,
-                self.word.as_ptr(),
+                at,
                 operation | libc::FUTEX_PRIVATE_FLAG,
                 value,
                 std::ptr::null::<libc::timespec>(),
             );
         }
     }
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "the lower half is what is wanted")]
+const fn half(word: usize) -> u32 {
+    word as u32
 }
 
 impl<T> Deref for Entered<'_, T> {
