@@ -3,8 +3,9 @@
 use crate::arenas::{Allocated, NotLive};
 use crate::fork;
 use crate::heap::{Discarded, Heap, Source};
-use crate::link::{Config, Failed, Link, Patience, Uncancelled};
+use crate::link::{Config, FILTERED, Failed, Link, Patience, Uncancelled};
 use crate::lock::{Entered, Guarded};
+use crate::sandbox::{self, Deed};
 use crate::space::{CHUNK, Locking, Reserved, page_bytes};
 use crate::status::{Error, Result, Status};
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
@@ -171,6 +172,9 @@ impl Client {
             ))?;
         let mut connected = self.enter()?;
         let Connected { link, regions, unanswered } = &mut *connected;
+        if !sandbox::may(Deed::Grow) {
+            return Err(FILTERED);
+        }
         loop {
             let known = unanswered.iter().position(|range| range.bytes() == bytes);
             let is_known = known.is_some();

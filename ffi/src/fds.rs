@@ -2,13 +2,16 @@
 //!
 //! They are close-on-exec, have high numbers so that a program which uses or closes low ones never
 //! meets them, and are listed here so that the preload library can keep `close`, `dup2` and
-//! `close_range` off them.
+//! `close_range` off them. What closes them all the same (an instruction of the program's own) is found out
+//! before the number is used: it may be somebody else's by then.
 
+use std::mem::{ManuallyDrop, MaybeUninit};
+use std::ops::Deref;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, Ordering};
 
-/// Three for each client: socket, arenas, limbo.
-const SLOTS: usize = 64;
+/// Five for each client: socket, device, arenas, limbo, guard.
+const SLOTS: usize = 128;
 const EMPTY: i32 = -1;
 /// Where numbers are looked for; the first that the limits of the process allow.
 const BASES: [i32; 4] = [500, 200, 100, 20];
@@ -26,7 +29,6 @@ impl Listed {
     #[must_use]
     pub fn new(fd: BorrowedFd<'_>) -> Self {
         let number = fd.as_raw_fd();
-        LISTED_PID.store(own_pid(), Ordering::Relaxed);
         for slot in &LISTED {
             let taken = slot.compare_exchange(EMPTY, number, Ordering::Relaxed, Ordering::Relaxed);
             if taken.is_ok() {
@@ -48,11 +50,72 @@ impl Drop for Listed {
     }
 }
 
-/// A descriptor of ours with a high number.
+/// The file behind a number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct FileId {
+    device: u64,
+    inode: u64,
+}
+
+impl FileId {
+    /// `None`: the number is not open.
+    fn of(fd: BorrowedFd<'_>) -> Option<Self> {
+        let mut facts = MaybeUninit::<libc::stat>::uninit();
+        // The call itself: a seccomp filter is asked about this one.
+        // SAFETY: fstat writes one `stat`.
+        let outcome = unsafe { libc::syscall(libc::SYS_fstat, fd.as_raw_fd(), facts.as_mut_ptr()) };
+        if outcome != 0 {
+            return None;
+        }
+        // SAFETY: fstat has filled it in.
+        let facts = unsafe { facts.assume_init() };
+        Some(Self { device: facts.st_dev, inode: facts.st_ino })
+    }
+}
+
+/// A descriptor of ours, listed.
 #[derive(Debug)]
-pub struct Fd {
+pub struct Fd<T: AsFd = OwnedFd> {
     _listed: Listed,
-    number: OwnedFd,
+    inner: ManuallyDrop<T>,
+    file: Option<FileId>,
+}
+
+impl<T: AsFd> Fd<T> {
+    /// Lists a descriptor that has a high number already.
+    pub(crate) fn list(inner: T) -> Self {
+        let file = FileId::of(inner.as_fd());
+        Self { _listed: Listed::new(inner.as_fd()), inner: ManuallyDrop::new(inner), file }
+    }
+
+    /// Whether the number still stands for what it stood for. One that was closed behind our back may be
+    /// somebody else's.
+    pub(crate) fn is_intact(&self) -> bool {
+        self.file.is_some() && FileId::of(self.inner.as_fd()) == self.file
+    }
+}
+
+impl<T: AsFd> AsFd for Fd<T> {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.inner.as_fd()
+    }
+}
+
+impl<T: AsFd> Deref for Fd<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.inner
+    }
+}
+
+impl<T: AsFd> Drop for Fd<T> {
+    fn drop(&mut self) {
+        if self.is_intact() {
+            // SAFETY: nothing uses it after this.
+            unsafe { ManuallyDrop::drop(&mut self.inner) };
+        }
+    }
 }
 
 impl Fd {
@@ -60,20 +123,62 @@ impl Fd {
     /// number it stays where it is.
     #[must_use]
     pub fn new(fd: OwnedFd) -> Self {
-        let number = raise(fd);
-        Self { _listed: Listed::new(number.as_fd()), number }
+        Self::list(raise(fd))
     }
 }
 
-impl AsFd for Fd {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.number.as_fd()
+/// This process is the one that the list speaks of, and whose connections are ours. For one that connects,
+/// and for a forked child.
+pub(crate) fn settle() -> i32 {
+    let pid = own_pid();
+    LISTED_PID.store(pid, Ordering::Relaxed);
+    if MARK.load(Ordering::Relaxed).is_null()
+        && let Some(mark) = page_that_children_lack()
+    {
+        let was_there = MARK
+            .compare_exchange(std::ptr::null_mut(), mark, Ordering::AcqRel, Ordering::Relaxed)
+            .is_err();
+        if was_there {
+            // SAFETY: the mapping just made, which nobody else knows.
+            unsafe { libc::munmap(mark.cast(), crate::space::page_bytes()) };
+        }
     }
+    if let Some(mark) = mark() {
+        mark.store(1, Ordering::Relaxed);
+    }
+    pid
 }
 
-/// The list holds for this process from now on. For a forked child.
-pub(crate) fn adopt_list() {
-    LISTED_PID.store(own_pid(), Ordering::Relaxed);
+/// A word that the kernel clears in each child that has its own memory. A number alone says too little: the
+/// first process of one pid namespace may be a raw clone of the first of another.
+static MARK: AtomicPtr<AtomicU32> = AtomicPtr::new(std::ptr::null_mut());
+
+fn mark() -> Option<&'static AtomicU32> {
+    // SAFETY: null, or the beginning of a page that is never unmapped.
+    unsafe { MARK.load(Ordering::Acquire).as_ref() }
+}
+
+fn page_that_children_lack() -> Option<*mut AtomicU32> {
+    let bytes = crate::space::page_bytes();
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    // SAFETY: a new mapping at an address of the kernel's choice aliases nothing.
+    let page = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, flags, -1, 0) };
+    if page == libc::MAP_FAILED {
+        return None;
+    }
+    // SAFETY: the mapping just made, which nothing uses yet.
+    if unsafe { libc::madvise(page, bytes, libc::MADV_WIPEONFORK) } == 0 {
+        return Some(page.cast());
+    }
+    // SAFETY: as above.
+    unsafe { libc::munmap(page, bytes) };
+    None
+}
+
+/// Whether this is the process that settled as `pid`: not a child of a vfork, nor of a raw clone.
+pub(crate) fn is_settled(pid: i32) -> bool {
+    mark().is_none_or(|mark| mark.load(Ordering::Relaxed) == 1) && own_pid() == pid
 }
 
 /// Whether a number is ours, and this process' own.
@@ -81,7 +186,7 @@ pub(crate) fn adopt_list() {
 pub fn is_ours(number: RawFd) -> bool {
     number >= 0
         && LISTED.iter().any(|slot| slot.load(Ordering::Relaxed) == number)
-        && LISTED_PID.load(Ordering::Relaxed) == own_pid()
+        && is_settled(LISTED_PID.load(Ordering::Relaxed))
 }
 
 /// The lowest of our numbers from `from` on.
@@ -92,7 +197,7 @@ pub fn next_ours(from: RawFd) -> Option<RawFd> {
         .map(|slot| slot.load(Ordering::Relaxed))
         .filter(|&number| number != EMPTY && number >= from)
         .min()?;
-    (LISTED_PID.load(Ordering::Relaxed) == own_pid()).then_some(next)
+    is_settled(LISTED_PID.load(Ordering::Relaxed)).then_some(next)
 }
 
 /// Number of this process, from the kernel: also right in a child of vfork or of a raw clone.
@@ -121,6 +226,7 @@ mod tests {
 
     #[test]
     fn ours_are_high_listed_and_closed_on_exec() {
+        settle();
         let file = std::fs::File::open("/dev/null").expect("/dev/null");
         let fd = Fd::new(file.into());
         let number = fd.as_fd().as_raw_fd();
@@ -133,5 +239,39 @@ mod tests {
         assert_eq!(flags, libc::FD_CLOEXEC);
         drop(fd);
         assert!(!is_ours(number));
+    }
+
+    /// Children are told by more than their number: this one is given that of its parent.
+    #[test]
+    fn a_raw_clone_is_somebody_else_whatever_its_number() {
+        let pid = settle();
+        assert!(is_settled(pid));
+        // SAFETY: the child makes system calls only.
+        let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) };
+        if child == 0 {
+            let is_same = is_settled(own_pid());
+            // SAFETY: ends the child.
+            unsafe { libc::_exit(i32::from(is_same)) };
+        }
+        let mut status = 0;
+        let child = i32::try_from(child).expect("a pid");
+        // SAFETY: waitpid writes one int.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0, "it took itself for its parent");
+    }
+
+    #[test]
+    fn a_number_that_became_somebody_elses_is_left_to_it() {
+        let null = std::fs::File::open("/dev/null").expect("/dev/null");
+        let fd = Fd::new(null.into());
+        let number = fd.as_fd().as_raw_fd();
+        let other = std::fs::File::open("/dev/zero").expect("/dev/zero");
+        // SAFETY: closes ours, as a program does that closes everything.
+        assert_eq!(unsafe { libc::dup2(other.as_raw_fd(), number) }, number);
+        drop(fd);
+        // SAFETY: asking for flags has no preconditions.
+        assert!(unsafe { libc::fcntl(number, libc::F_GETFD) } >= 0, "it was closed");
+        // SAFETY: made above, and nobody else's.
+        drop(unsafe { OwnedFd::from_raw_fd(number) });
     }
 }

@@ -279,6 +279,12 @@ impl Heap {
         self.arenas.enter().map_or(0, |arenas| arenas.live_bytes())
     }
 
+    /// Whether this thread is inside the heap: a signal handler that interrupted it asks.
+    #[must_use]
+    pub fn is_inside(&self) -> bool {
+        self.arenas.is_inside()
+    }
+
     /// What may be used of the block at `address`.
     ///
     /// # Errors

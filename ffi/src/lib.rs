@@ -7,7 +7,7 @@
 //!
 //! From the bottom up: [`space`] reserves address ranges, [`arena`] and [`arenas`] cut them into
 //! blocks, [`heap`] grows and trims arenas, [`changes`] knows what the program did to its pages, [`link`](mod@link) talks with the daemon, [`client`] joins the two,
-//! and [`fork`] carries clients into forked children.
+//! [`fork`] carries clients into forked children, and [`sandbox`] knows what seccomp filters forbid.
 
 pub mod arena;
 pub mod arenas;
@@ -21,5 +21,9 @@ pub mod heap;
 pub mod link;
 pub mod lock;
 pub mod preloaded;
+pub mod sandbox;
 pub mod space;
 pub mod status;
+
+pub use tiermgr_wire::rules;
+pub use tiermgr_wire::size;

@@ -9,14 +9,18 @@
 //! `free` leaves a moment later, and the next request takes its answer first.
 //! A daemon that comes back has kept our regions; we greet it with the number of our family.
 
-use crate::fds::{self, Fd, Listed};
+mod talk;
+
+use crate::fds::{self, Fd};
+use crate::sandbox::{self, Deed};
 use crate::space::{self, Locking, Reserved};
-use crate::status::{Error, Result, Status, remedy};
+use crate::status::{Error, Result, Status};
 use std::io;
 use std::mem::ManuallyDrop;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use talk::{open, readable, receive, send, unexpected};
 use tiermgr_sys::helper::{self, HelperConfig, HelperHandle};
 use tiermgr_sys::process::monotonic_ns;
 use tiermgr_sys::sock::Stream;
@@ -127,8 +131,7 @@ impl From<Failed> for Error {
 
 #[derive(Debug)]
 struct Session {
-    _listed: Listed,
-    stream: Stream,
+    stream: Fd<Stream>,
     /// An answer is still to come that nobody waits for.
     owes_answer: bool,
 }
@@ -166,12 +169,14 @@ pub struct Link {
     family: u64,
     nonce_page: usize,
     connection: Connection,
+    /// Makes userfaultfds that the daemon has no part in, by an ioctl: programs may be forbidden the system call.
+    device: Fd,
     /// `None` in a forked child that could not attach yet.
     attached: Option<Attached>,
     /// Whether our memory was armed when this process, or its parent, was last about to fork.
     was_armed: bool,
     /// In a child that nobody serves, and nobody ever will: see [`Link::guard`].
-    guard: Option<Uffd>,
+    guard: Option<Fd<Uffd>>,
     packet: Box<[u8]>,
 }
 
@@ -182,13 +187,23 @@ impl Link {
     /// `NoDaemon`, what the daemon refuses, and what the kernel refuses.
     pub fn connect(config: Config) -> Result<Self> {
         let _uncancelled = Uncancelled::new();
+        if !sandbox::may(Deed::Join) {
+            return Err(FILTERED);
+        }
+        if has_another_namespace_for_children() {
+            return Err(Error::new(
+                Status::Unsupported,
+                "this program has made a pid namespace for its children (unshare, setns), and the helper would \
+                 be the first process there; have it allocate before that",
+            ));
+        }
         let mut packet = vec![0_u8; PACKET_BYTES].into_boxed_slice();
         let nonce_page = space::untouched_page()
             .map_err(|error| Error::system("mapping a page for the daemon's checks", &error))?;
         let role = Role::Client { name: config.name.clone(), class: config.class };
         let give_up = monotonic_ns().saturating_add(nanoseconds(RESTART_WAIT));
         let mut pause_ns = RETRY_NS_MIN;
-        let (session, welcome, attached) = loop {
+        let Joined { session, welcome, attached, device } = loop {
             match attach(&config.socket, role.clone(), nonce_page, HANDSHAKE_WAIT, &mut packet) {
                 // A program that begins in the instant in which the daemon restarts would have to do
                 // without it for life.
@@ -199,12 +214,14 @@ impl Link {
                 attached => break attached?,
             }
         };
+        sandbox::note_start();
         Ok(Self {
             config,
-            pid: fds::own_pid(),
+            pid: fds::settle(),
             family: welcome.family,
             nonce_page,
             connection: Connection::Up(session),
+            device: Fd::new(device),
             attached: Some(attached),
             was_armed: false,
             guard: None,
@@ -229,7 +246,10 @@ impl Link {
         patience: Patience,
     ) -> std::result::Result<FromDaemon, Failed> {
         let _uncancelled = Uncancelled::new();
-        if self.pid != fds::own_pid() {
+        if !sandbox::may(Deed::Ask) {
+            return Err(Failed::never(FILTERED));
+        }
+        if !fds::is_settled(self.pid) {
             return Err(Failed::never(Error::new(
                 Status::ConnectionLost,
                 "this process was made by a raw clone of the one that connected; use fork, or connect anew",
@@ -244,6 +264,11 @@ impl Link {
                     continue;
                 }
             };
+            if !session.stream.is_intact() {
+                // Closed by an instruction of the program's own. The daemon still knows this process.
+                self.lost();
+                continue;
+            }
             if session.owes_answer {
                 if patience == Patience::Brief && !readable(&session.stream, Duration::ZERO) {
                     return Err(Failed::never(BUSY));
@@ -304,7 +329,7 @@ impl Link {
 
     /// Before a fork: notes whether there is something that a child must not lose.
     pub(crate) fn note_armed(&mut self) {
-        self.was_armed = matches!(self.take_nonce_page(), Ok(None));
+        self.was_armed = sandbox::may(Deed::Look) && matches!(self.take_nonce_page(), Ok(None));
     }
 
     /// In a forked child: leaves what is the parent's, and joins its family. Where the daemon does
@@ -312,8 +337,7 @@ impl Link {
     ///
     /// `regions` are all that the client has, as `(start, len)`.
     pub(crate) fn join_family_after_fork(&mut self, regions: impl Iterator<Item = (usize, usize)>) {
-        fds::adopt_list();
-        self.pid = fds::own_pid();
+        self.pid = fds::settle();
         if let Some(inherited) = self.attached.take() {
             let Attached { arena, limbo_fd, limbo, helper } = inherited;
             drop(arena);
@@ -324,6 +348,9 @@ impl Link {
         }
         self.guard = None;
         self.connection = Connection::Down { retry_ns: 0, wait_ns: RETRY_NS_MIN, took_ns: 0 };
+        if !sandbox::may(Deed::Join) {
+            return;
+        }
         let give_up = monotonic_ns().saturating_add(nanoseconds(CHILD_WAIT));
         loop {
             let began = monotonic_ns();
@@ -345,7 +372,10 @@ impl Link {
 
     /// A userfaultfd of our own that has the nonce page, unless that is armed by the daemon's.
     fn take_nonce_page(&self) -> io::Result<Option<Uffd>> {
-        let fd = uffd::new_without_device()?;
+        if !self.device.is_intact() {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        let fd = uffd::new_from_device(self.device.as_fd())?;
         uffd::handshake(fd.as_fd(), 0)?;
         let own = Uffd::from_fd(fd);
         let bytes = space::page_bytes() as u64;
@@ -366,7 +396,7 @@ impl Link {
                 std::process::abort();
             }
         }
-        self.guard = Some(Uffd::from_fd(fds::raise(own.into_fd())));
+        self.guard = Some(Fd::list(Uffd::from_fd(fds::raise(own.into_fd()))));
     }
 
     fn reconnect(&mut self, patience: Patience, give_up: u64) -> Result<()> {
@@ -420,10 +450,12 @@ impl Link {
                 other => Err(unexpected("the greeting after a restart", other)),
             };
         }
-        let (session, _, attached) =
-            attach(&self.config.socket, role, self.nonce_page, wait, &mut self.packet)?;
-        self.connection = Connection::Up(session);
-        self.attached = Some(attached);
+        if !sandbox::may(Deed::Join) {
+            return Err(FILTERED);
+        }
+        let joined = attach(&self.config.socket, role, self.nonce_page, wait, &mut self.packet)?;
+        self.connection = Connection::Up(joined.session);
+        self.attached = Some(joined.attached);
         Ok(())
     }
 
@@ -442,6 +474,11 @@ impl Link {
     }
 }
 
+pub(crate) const FILTERED: Error = Error::new(
+    Status::NotPermitted,
+    "a seccomp filter that this program has installed ends it for a system call by which the daemon is asked",
+);
+
 const BUSY: Error = Error::new(Status::ConnectionLost, "the daemon still works at a request");
 
 impl Session {
@@ -451,7 +488,7 @@ impl Session {
             .set_recv_timeout(None)
             .map_err(|error| Error::system("preparing the socket", &error))?;
         let stream = Stream::from_fd(fds::raise(stream.into_fd()));
-        Ok(Self { _listed: Listed::new(stream.as_fd()), stream, owes_answer: false })
+        Ok(Self { stream: Fd::list(stream), owes_answer: false })
     }
 }
 
@@ -470,6 +507,14 @@ const fn hello(role: Role) -> ToDaemon {
     ToDaemon::Hello(Hello { version: tiermgr_wire::VERSION, role })
 }
 
+/// What a handshake comes to.
+struct Joined {
+    session: Session,
+    welcome: Welcome,
+    attached: Attached,
+    device: OwnedFd,
+}
+
 /// The whole handshake of a client or a forked child.
 fn attach(
     socket: &Path,
@@ -477,7 +522,7 @@ fn attach(
     nonce_page: usize,
     wait: Duration,
     packet: &mut [u8],
-) -> Result<(Session, Welcome, Attached)> {
+) -> Result<Joined> {
     let is_child = matches!(role, Role::ForkedChild { .. });
     let stream = open(socket, wait)?;
     send(&stream, &hello(role), &[], packet)?;
@@ -531,7 +576,7 @@ fn attach(
             if let Some(arena) = given.into_iter().next() {
                 attached.arena = Some(Fd::new(arena));
             }
-            Ok((session, welcome, attached))
+            Ok(Joined { session, welcome, attached, device })
         }
         Err(error) => {
             attached.helper.stop();
@@ -544,6 +589,14 @@ fn attach(
             Err(error)
         }
     }
+}
+
+/// Whether what this process makes next would be the first process of another pid namespace.
+fn has_another_namespace_for_children() -> bool {
+    let namespace = |name| std::fs::read_link(format!("/proc/self/ns/{name}"));
+    // One that has no process yet has no name either. Where nothing can be told there is no /proc.
+    namespace("pid")
+        .is_ok_and(|own| namespace("pid_for_children").map_or(true, |for_them| for_them != own))
 }
 
 /// A daemon that was killed leaves its socket, and is back soon.
@@ -566,98 +619,6 @@ fn reserve_limbo(welcome: &Welcome) -> Result<Option<Reserved>> {
     limbo.advise(libc::MADV_DONTFORK);
     limbo.advise(libc::MADV_DONTDUMP);
     Ok(Some(limbo))
-}
-
-fn open(socket: &Path, wait: Duration) -> Result<Stream> {
-    let stream = Stream::connect(socket).map_err(|error| {
-        let (status, cause) = match error.raw_os_error() {
-            Some(libc::ENOENT | libc::ECONNREFUSED | libc::ENOTDIR) => (
-                Status::NoDaemon,
-                "nobody listens there; start tiermgrd, or run the program with `tiermgrctl run`",
-            ),
-            Some(libc::EACCES | libc::EPERM) => (
-                Status::NotPermitted,
-                "this user may not use the socket; ask to be put into its group",
-            ),
-            _ => (Status::System, "the kernel refused"),
-        };
-        let text =
-            format!("connecting to {}: {cause} ({error}{})", socket.display(), remedy(&error));
-        Error::because(status, text)
-    })?;
-    stream
-        .set_recv_timeout(Some(wait))
-        .and_then(|()| stream.set_send_timeout(Some(wait)))
-        .map_err(|error| Error::system("preparing the socket", &error))?;
-    Ok(stream)
-}
-
-fn send(
-    stream: &Stream,
-    message: &ToDaemon,
-    descriptors: &[BorrowedFd<'_>],
-    packet: &mut [u8],
-) -> Result<()> {
-    let bytes = tiermgr_wire::encode(message, packet)?;
-    loop {
-        match stream.send_with_fds(bytes, descriptors) {
-            Ok(()) => return Ok(()),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(ended("sending to the daemon", &error)),
-        }
-    }
-}
-
-fn receive(stream: &Stream, packet: &mut [u8]) -> Result<(FromDaemon, Vec<OwnedFd>)> {
-    loop {
-        match stream.recv_with_fds(packet) {
-            Ok((0, _)) => {
-                return Err(Error::new(Status::ConnectionLost, "the daemon closed the connection"));
-            }
-            Ok((length, descriptors)) => {
-                return Ok((tiermgr_wire::decode(&packet[..length])?, descriptors));
-            }
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(ended("waiting for the daemon", &error)),
-        }
-    }
-}
-
-/// Whether something can be received, be it the end of the connection, within `wait`.
-fn readable(stream: &Stream, wait: Duration) -> bool {
-    let deadline = monotonic_ns().saturating_add(nanoseconds(wait));
-    let mut wanted =
-        libc::pollfd { fd: stream.as_fd().as_raw_fd(), events: libc::POLLIN, revents: 0 };
-    loop {
-        let left = deadline.saturating_sub(monotonic_ns()).div_ceil(1_000_000);
-        let left = i32::try_from(left).unwrap_or(i32::MAX);
-        // SAFETY: poll reads and writes one `pollfd`, which is here.
-        let ready = unsafe { libc::poll(&raw mut wanted, 1, left) };
-        if ready >= 0 {
-            return ready > 0;
-        }
-        if io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
-            // The next call on the socket tells what is wrong with it.
-            return true;
-        }
-    }
-}
-
-fn ended(what: &str, error: &io::Error) -> Error {
-    let status = match error.raw_os_error() {
-        Some(libc::EPIPE | libc::ECONNRESET | libc::ENOTCONN | libc::EAGAIN) => {
-            Status::ConnectionLost
-        }
-        _ => Status::System,
-    };
-    Error::because(status, format!("{what}: {error}"))
-}
-
-fn unexpected(what: &str, reply: FromDaemon) -> Error {
-    match reply {
-        FromDaemon::Error { code, message } => Error::because(code.into(), message),
-        _ => Error::because(Status::Protocol, format!("{what} was not what belongs there")),
-    }
 }
 
 fn nanoseconds(duration: Duration) -> u64 {

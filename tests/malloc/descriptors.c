@@ -1,6 +1,7 @@
 /* A program that closes every descriptor it does not know goes on allocating. */
 #include "check.h"
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 
 static void use(const char *after) {
@@ -23,8 +24,67 @@ static void use(const char *after) {
     free(more);
 }
 
+/* A system call that no library sees. */
+static long by_instruction(long number, long a, long b) {
+#ifdef __x86_64__
+    long result;
+    asm volatile("syscall" : "=a"(result) : "0"(number), "D"(a), "S"(b) : "rcx", "r11", "memory");
+    return result;
+#else
+    register long x8 asm("x8") = number, x0 asm("x0") = a, x1 asm("x1") = b, x2 asm("x2") = 0;
+    asm volatile("svc 0" : "+r"(x0) : "r"(x8), "r"(x1), "r"(x2) : "memory");
+    return x0;
+#endif
+}
+
+#ifdef SYS_dup2
+#define DUP2 SYS_dup2
+#else
+#define DUP2 SYS_dup3
+#endif
+
+static void in_a_child(const char *how) {
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        use(how);
+        _exit(0);
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child);
+    if (status != 0)
+        FAIL("%s: status %#x", how, status);
+}
+
+/* What a library cannot prevent it has to notice: the numbers become somebody else's, who gets no byte that is
+ * not for them. */
+static void behind_its_back(void) {
+    for (int fd = 3; fd < 1100; fd++)
+        by_instruction(SYS_close, fd, 0);
+    int pair[2];
+    CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, pair) == 0);
+    for (int fd = 400; fd < 600; fd++)
+        CHECK(by_instruction(DUP2, pair[0], fd) == fd);
+    use("after all was closed behind its back");
+    in_a_child("in a child after all was closed behind its back");
+    char byte;
+    if (recv(pair[1], &byte, 1, MSG_DONTWAIT) != -1 || errno != EAGAIN)
+        FAIL("a message for the daemon came to somebody else");
+    for (int fd = 400; fd < 600; fd++)
+        if (fcntl(fd, F_GETFD) < 0)
+            FAIL("descriptor %d was closed, which is somebody else's", fd);
+    for (int fd = 400; fd < 600; fd++)
+        close(fd);
+}
+
 int main(void) {
     use("at first");
+    for (int fd = 3; fd < 1100; fd++)
+        syscall(SYS_close, fd);
+    CHECK(syscall(SYS_close_range, 3, ~0u, 0) == 0);
+    use("after close by syscall()");
+    int copy = fcntl(0, F_DUPFD, 500);
+    CHECK(copy >= 500 && close(copy) == 0);
     for (int fd = 3; fd < 1100; fd++)
         close(fd);
     use("after close of all");
@@ -38,7 +98,7 @@ int main(void) {
     for (int fd = 400; fd < 600; fd++) {
         if (dup2(0, fd) == fd)
             CHECK(close(fd) == 0);
-        else if (errno == EBUSY)
+        else if (errno == EBUSY && syscall(SYS_dup3, 0, fd, O_CLOEXEC) == -1 && errno == EBUSY)
             refused++;
         else
             FAIL("dup2 onto %d: %s", fd, strerror(errno));
@@ -68,6 +128,7 @@ int main(void) {
     }
     CHECK(waitpid(child, &status, 0) == child && status == 0);
     use("after a vfork whose child closed all");
+    behind_its_back();
     printf("ok descriptors: %u are the library's\n", refused);
     return 0;
 }

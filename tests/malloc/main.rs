@@ -359,6 +359,7 @@ fn only_malloc_the_guards_calls_on_memory_and_a_table_are_exported() {
         "pkey_mprotect",
         "posix_madvise",
         "posix_memalign",
+        "prctl",
         "pvalloc",
         "realloc",
         "reallocarray",

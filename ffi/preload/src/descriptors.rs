@@ -7,7 +7,8 @@
 
 use crate::errno;
 use crate::libc_next::next;
-use std::ffi::{c_int, c_uint};
+use std::ffi::{c_int, c_long, c_uint};
+use syscalls::{Sysno, raw};
 use tiermgr::fds;
 
 fn missing() -> c_int {
@@ -86,13 +87,66 @@ pub(crate) unsafe extern "C" fn close_range(first: c_uint, last: c_uint, flags: 
 /// closefrom(3).
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn closefrom(first: c_int) {
-    let first = c_uint::try_from(first).unwrap_or(0);
+    let from = c_uint::try_from(first).unwrap_or(0);
+    let before = errno::get();
     // SAFETY: same contract.
-    unsafe { close_range(first, c_uint::MAX, 0) };
+    if unsafe { close_range(from, c_uint::MAX, 0) } != 0 {
+        // A sandbox that does not know the call.
+        for fd in first.max(0)..numbers_max() {
+            // SAFETY: same contract.
+            unsafe { close(fd) };
+        }
+        errno::set(before);
+    }
+}
+
+/// More numbers than the limit allows are not open, unless it was lowered; then those below 65536 may be.
+fn numbers_max() -> c_int {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: getrlimit writes one `rlimit`.
+    let known = unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) } == 0;
+    let allowed = if known { c_int::try_from(limit.rlim_cur).unwrap_or(c_int::MAX) } else { 0 };
+    allowed.clamp(1 << 16, 1 << 20)
 }
 
 fn kernel_close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
+    let [first, last] = [first, last].map(|number| number as usize);
+    // Not by libc's `syscall`, in front of which this library stands.
     // SAFETY: the caller of the interposed function answers for what is closed.
-    let outcome = unsafe { libc::syscall(libc::SYS_close_range, first, last, flags) };
-    if outcome == 0 { 0 } else { -1 }
+    let result = unsafe {
+        raw::syscall3(Sysno::close_range as usize, first, last, flags.unsigned_abs() as usize)
+    };
+    match result.cast_signed() {
+        error @ -4095..=-1 => {
+            errno::set(c_int::try_from(-error).unwrap_or(libc::EINVAL));
+            -1
+        }
+        _ => 0,
+    }
+}
+
+/// The same by libc's `syscall`, where that would reach one of ours.
+///
+/// # Safety
+/// That of the system call.
+pub(crate) unsafe fn by_number(number: c_long, [a, b, c, ..]: [usize; 6]) -> Option<c_long> {
+    // The upper half of a register that holds an `int` is anything.
+    let low = |register: usize| {
+        let [a, b, c, d, ..] = register.to_le_bytes();
+        c_uint::from_le_bytes([a, b, c, d])
+    };
+    let int = |register| low(register).cast_signed();
+    let outcome = match number {
+        // SAFETY: the arguments are those of the call, and the caller has its contract.
+        libc::SYS_close if fds::is_ours(int(a)) => unsafe { close(int(a)) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        libc::SYS_dup2 if fds::is_ours(int(b)) => unsafe { dup2(int(a), int(b)) },
+        // SAFETY: as above.
+        libc::SYS_dup3 if fds::is_ours(int(b)) => unsafe { dup3(int(a), int(b), int(c)) },
+        // SAFETY: as above.
+        libc::SYS_close_range => unsafe { close_range(low(a), low(b), int(c)) },
+        _ => return None,
+    };
+    Some(outcome.into())
 }

@@ -49,6 +49,7 @@ mod log;
 mod malloc;
 mod own;
 mod route;
+mod sandbox;
 mod settings;
 mod small;
 mod vm;

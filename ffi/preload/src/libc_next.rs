@@ -3,7 +3,7 @@
 //! `dlsym` may allocate, and so may whoever asks while it runs: until it has answered, callers are
 //! sent to [`crate::bootstrap`].
 
-use std::ffi::{CStr, c_int, c_void};
+use std::ffi::{CStr, c_int, c_ulong, c_void};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicPtr, AtomicU8, Ordering};
 
@@ -63,6 +63,7 @@ next! {
     close = c"close": fn(c_int) -> c_int;
     dup2 = c"dup2": fn(c_int, c_int) -> c_int;
     dup3 = c"dup3": fn(c_int, c_int, c_int) -> c_int;
+    prctl = c"prctl": fn(c_int, c_ulong, c_ulong, c_ulong, c_ulong) -> c_int;
 }
 
 /// The functions, or `None` while they are being looked for.

@@ -35,7 +35,7 @@ pub(crate) use held::{follow_forks, keep_lock_across_forks};
 pub(crate) use mend::{before_free, before_release};
 pub(crate) use native::look_up;
 
-use crate::{errno, route};
+use crate::{descriptors, errno, route, sandbox};
 use native::Errno;
 use std::ffi::{c_int, c_long};
 use std::ops::Range;
@@ -377,11 +377,18 @@ pub(crate) unsafe extern "C" fn syscall(
     e: usize,
     f: usize,
 ) -> c_long {
-    if let Some(outcome) = of_memory(number, [a, b, c, d, e, f]) {
+    let arguments = [a, b, c, d, e, f];
+    if let Some(outcome) = of_memory(number, arguments) {
         return outcome;
     }
     // SAFETY: same contract.
-    unsafe { native::syscall(number, [a, b, c, d, e, f]) }
+    if let Some(outcome) = unsafe { descriptors::by_number(number, arguments) } {
+        return outcome;
+    }
+    // SAFETY: same contract.
+    let go_on = || unsafe { native::syscall(number, arguments) };
+    // SAFETY: same contract.
+    unsafe { sandbox::by_number(number, arguments, go_on) }.unwrap_or_else(go_on)
 }
 
 /// A system call for which there is a function here, while there is managed memory.
