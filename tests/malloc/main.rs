@@ -3,6 +3,8 @@
 //! at.
 
 #[cfg(test)]
+mod manners;
+#[cfg(test)]
 mod small;
 #[cfg(test)]
 mod stage;

@@ -28,6 +28,9 @@
 //! them too. What libc does inside itself, and system calls made by an instruction of the program's own, do
 //! not come here.
 //!
+//! Where somebody else serves malloc, or must (`neighbours`), this library does nothing and says so. Of the
+//! program's seccomp filters it is to know what they forbid (`sandbox`).
+//!
 //! | variable | meaning |
 //! |---|---|
 //! | `TIERMGR_SOCKET` | socket of the daemon |
@@ -35,6 +38,7 @@
 //! | `TIERMGR_SMALL` | `1`: smaller ones are managed too |
 //! | `TIERMGR_CLASS` | `latency`, `standard` or `bulk` |
 //! | `TIERMGR_REQUIRE` | `1`: no memory from libc in place of managed memory |
+//! | `TIERMGR_RULES` | file that says which programs are managed, and how (`tiermgrctl run --only`) |
 //! | `TIERMGR_DISABLE` | `1`: this library does nothing |
 //! | `TIERMGR_LOG` | `off`, `warn` (the default) or `info`: lines on standard error |
 
@@ -47,6 +51,7 @@ mod introspection;
 mod libc_next;
 mod log;
 mod malloc;
+mod neighbours;
 mod own;
 mod route;
 mod sandbox;

@@ -27,6 +27,20 @@ pub(crate) fn warn(text: fmt::Arguments<'_>) {
     line(Level::Warn, text);
 }
 
+/// What `tiermgrctl run` gives where it cannot do its work.
+const NOT_RUN: libc::c_int = 125;
+
+/// Nothing of this program is managed, for a reason that there is no way around. With `required` it does not
+/// run.
+pub(crate) fn refuse(required: bool, text: fmt::Arguments<'_>) {
+    if !required {
+        return warn(format_args!("{text}; nothing of this program is managed"));
+    }
+    warn(format_args!("{text}; as TIERMGR_REQUIRE is set, the program is not run"));
+    // SAFETY: ends the process before its `main`.
+    unsafe { libc::_exit(NOT_RUN) }
+}
+
 /// Rare things that somebody may want to see.
 pub(crate) fn info(text: fmt::Arguments<'_>) {
     line(Level::Info, text);

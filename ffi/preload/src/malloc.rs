@@ -1,6 +1,7 @@
 //! The exported functions. Results, `errno` and corner cases are those of glibc's manual.
 
 use crate::libc_next::{Next, next};
+use crate::neighbours::InFront;
 use crate::route::{self, Outcome};
 use crate::small::{self, Who};
 use crate::{bootstrap, errno, log, vm};
@@ -153,11 +154,29 @@ pub(crate) unsafe extern "C" fn free(block: *mut c_void) {
 }
 
 /// # Safety
+/// As [`free`], where somebody in front of us may have given the block.
+unsafe fn free_in_front(block: *mut c_void) {
+    static IN_FRONT: InFront = InFront::new(c"free");
+    match IN_FRONT.get() {
+        // SAFETY: by contract.
+        None => unsafe { free(block) },
+        Some(theirs) => {
+            // SAFETY: the C function of that name has this type.
+            let theirs = unsafe {
+                std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_void)>(theirs)
+            };
+            // SAFETY: by contract.
+            unsafe { theirs(block) };
+        }
+    }
+}
+
+/// # Safety
 /// C23 7.24.3.4: `block` was given by `malloc`, `calloc` or `realloc` for this size, or is null.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn free_sized(block: *mut c_void, _bytes: usize) {
     // SAFETY: by contract.
-    unsafe { free(block) };
+    unsafe { free_in_front(block) };
 }
 
 /// # Safety
@@ -169,7 +188,7 @@ pub(crate) unsafe extern "C" fn free_aligned_sized(
     _bytes: usize,
 ) {
     // SAFETY: by contract.
-    unsafe { free(block) };
+    unsafe { free_in_front(block) };
 }
 
 /// # Safety
@@ -186,6 +205,10 @@ pub(crate) unsafe extern "C" fn realloc(block: *mut c_void, bytes: usize) -> *mu
     }
     if let Some(client) = route::owner(block as usize) {
         let Ok(usable) = client.heap().usable_bytes(block as usize) else {
+            // A signal handler that has interrupted this thread in the heap cannot look there.
+            if client.heap().is_inside() {
+                return no_memory();
+            }
             invalid("realloc", block)
         };
         if bytes == 0 {
@@ -272,10 +295,18 @@ pub(crate) unsafe extern "C" fn reallocarray(
     count: usize,
     size: usize,
 ) -> *mut c_void {
-    match count.checked_mul(size) {
+    static IN_FRONT: InFront = InFront::new(c"realloc");
+    type Realloc = unsafe extern "C" fn(*mut c_void, usize) -> *mut c_void;
+    match (count.checked_mul(size), IN_FRONT.get()) {
         // SAFETY: same contract.
-        Some(bytes) => unsafe { realloc(block, bytes) },
-        None => no_memory(),
+        (Some(bytes), None) => unsafe { realloc(block, bytes) },
+        (Some(bytes), Some(theirs)) => {
+            // SAFETY: the C function of that name has this type.
+            let theirs = unsafe { std::mem::transmute::<*mut c_void, Realloc>(theirs) };
+            // SAFETY: same contract; the block is theirs.
+            unsafe { theirs(block, bytes) }
+        }
+        (None, _) => no_memory(),
     }
 }
 

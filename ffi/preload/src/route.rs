@@ -1,7 +1,7 @@
 //! Who serves a large request, and the connection that is made for the first managed one.
 
 use crate::settings::{self, Settings};
-use crate::{extents, log, small, vm};
+use crate::{extents, log, neighbours, small, vm};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 use tiermgr::client::Client;
 use tiermgr::fork;
@@ -154,6 +154,10 @@ extern "C" fn after_fork() {
 
 extern "C" fn start() {
     let Some(mut settings) = settings::read() else { return };
+    if let Some(obstacle) = neighbours::obstacle() {
+        let required = settings.require && !obstacle.is_too_late();
+        return log::refuse(required, format_args!("{obstacle}"));
+    }
     // Prepare handlers run in reverse. The lock here, inside which a client is made, must be taken before
     // those of the client, and so must jemalloc's, whose hooks call the client. jemalloc installs its
     // handlers when it is started; the one here goes before them and ends after them, so that it knows

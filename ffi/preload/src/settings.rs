@@ -2,7 +2,11 @@
 
 use crate::log::{self, Level};
 use std::env;
+use std::ffi::{CStr, OsStr};
+use std::fs;
 use tiermgr::link::{Class, Config, program_name, usual_socket};
+use tiermgr::rules::{Rule, Rules};
+use tiermgr::size::Size;
 
 /// Smallest managed size where nothing is said.
 const MIN_SIZE: usize = 128 << 10;
@@ -54,13 +58,52 @@ pub(crate) fn read() -> Option<Settings> {
             MIN_SIZE
         })
     });
-    let small = is_on("TIERMGR_SMALL");
+    let require = is_on("TIERMGR_REQUIRE");
+    let rule = match env::var_os("TIERMGR_RULES").filter(|path| !path.is_empty()) {
+        None => None,
+        Some(path) => match rule_of_this_program(&path) {
+            Ok(Some(rule)) if rule.is_managed => Some(rule),
+            Ok(_) => return None,
+            Err(why) => {
+                log::refuse(require, format_args!("TIERMGR_RULES={}: {why}", path.display()));
+                return None;
+            }
+        },
+    };
+    let small = rule.as_ref().and_then(|rule| rule.small);
+    let small = small.unwrap_or_else(|| is_on("TIERMGR_SMALL"));
+    let least = rule.and_then(|rule| rule.min_size);
+    let min_size =
+        least.map_or(min_size, |Size(bytes)| usize::try_from(bytes).unwrap_or(usize::MAX));
     Some(Settings {
         min_size: min_size.max(MIN_SIZE_LEAST),
         small,
-        require: is_on("TIERMGR_REQUIRE"),
+        require,
         config: Config { socket: usual_socket(), name: program_name(), class, extents: small },
     })
+}
+
+/// The rule for this program; `None` where no rule is about it.
+fn rule_of_this_program(path: &OsStr) -> Result<Option<Rule>, String> {
+    let text = fs::read_to_string(path).map_err(|error| error.to_string())?;
+    let rules = Rules::parse(&text).map_err(|error| error.to_string())?;
+    let file = fs::read_link("/proc/self/exe").ok();
+    let file = file.as_ref().map(|path| path.to_string_lossy());
+    let name = name_at_start();
+    Ok(rules.of(file.as_deref().into_iter().chain(name.as_deref())).cloned())
+}
+
+/// The name that was given to execve: that of a script, or of a link, where the file is another one.
+fn name_at_start() -> Option<String> {
+    // SAFETY: getauxval has no preconditions.
+    let address = unsafe { libc::getauxval(libc::AT_EXECFN) };
+    let name =
+        std::ptr::with_exposed_provenance::<std::ffi::c_char>(usize::try_from(address).ok()?);
+    if name.is_null() {
+        return None;
+    }
+    // SAFETY: the kernel has put a string there, which stays as long as the process.
+    Some(unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned())
 }
 
 fn text(name: &str) -> Option<String> {

@@ -1,0 +1,306 @@
+//! What programs do beside allocating: they fork by other ways than `fork`, confine themselves, close descriptors
+//! that they do not know, bring an allocator of their own, and run others.
+
+use super::stage::{Stage, compile, dist, root, run_within, skip, working_set};
+use super::{PAGE_BYTES, program};
+use std::ffi::OsStr;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::time::Duration;
+
+const MIB: u64 = 1 << 20;
+/// Smaller than that of other tests, since there are many, and children that do not park are slow.
+const SIZE: u64 = 96 * MIB;
+
+/// Runs a program at half of [`SIZE`].
+fn at_half(name: &str, settings: &[(&str, &str)], recalled_pages_min: u64) {
+    let Some(stage) = Stage::new(name, SIZE / 2, &[]) else { return };
+    let mut command = stage.command(&program(name));
+    command.env("SIZE", SIZE.to_string()).envs(settings.iter().copied());
+    if stage.expect_ok(&mut command) {
+        stage.expect_work(recalled_pages_min);
+    }
+}
+
+const fn recalls_min() -> u64 {
+    SIZE / 4 / PAGE_BYTES
+}
+
+fn forks_by(how: &str, recalled_pages_min: u64) {
+    at_half("fork_forms", &[("HOW", how)], recalled_pages_min);
+}
+
+#[test]
+fn children_of_system_calls_have_their_bytes() {
+    for how in ["raw", "instruction", "clone3", "nested-raw"] {
+        forks_by(how, recalls_min());
+    }
+}
+
+#[test]
+fn children_in_pid_namespaces_have_their_bytes() {
+    for how in ["unshared", "raw-namespace"] {
+        forks_by(how, recalls_min());
+    }
+}
+
+#[test]
+fn programs_that_are_spawned_and_processes_that_share_the_memory_disturb_nothing() {
+    for how in ["spawn", "shared"] {
+        forks_by(how, recalls_min());
+    }
+}
+
+#[test]
+fn daemons_children_of_threads_and_nested_ones_have_their_bytes() {
+    for how in ["daemon", "threads", "nested", "nested-both"] {
+        forks_by(how, recalls_min());
+    }
+}
+
+#[test]
+fn children_of_a_signal_handler_have_their_bytes() {
+    forks_by("handler", recalls_min() / 4);
+}
+
+#[test]
+fn children_that_nobody_tells_of_give_back_what_they_had() {
+    forks_by("many-raw", recalls_min());
+}
+
+fn confined(what: &[&str], settings: &[(&str, &str)]) {
+    for what in what {
+        at_half("confined", &[&[("WHAT", *what)], settings].concat(), recalls_min());
+    }
+}
+
+#[test]
+fn a_filter_that_ends_the_program_for_our_calls_ends_it_for_none() {
+    confined(
+        &["kill-userfaultfd", "kill-ioctl", "kill-madvise", "kill-connect", "kill-sendmsg"],
+        &[],
+    );
+    confined(&["kill-ioctl", "kill-recvmsg"], &[("BY_SYSCALL", "1")]);
+}
+
+#[test]
+fn a_filter_that_refuses_our_calls_is_lived_with() {
+    confined(&["refuse-userfaultfd", "refuse-ioctl", "refuse-madvise", "refuse-connect"], &[]);
+}
+
+#[test]
+fn rights_that_a_program_gives_up_are_not_missed() {
+    confined(&["user", "capabilities", "undumpable", "no-new-privileges"], &[]);
+}
+
+#[test]
+fn namespaces_and_roots_of_its_own_are_lived_with() {
+    confined(&["namespaces", "user-namespace", "chroot"], &[]);
+}
+
+#[test]
+fn limits_that_a_program_sets_itself_are_lived_with() {
+    confined(&["nofile", "address-space", "data", "memlock", "processes"], &[]);
+}
+
+#[test]
+fn handlers_may_interrupt_the_allocator() {
+    at_half("handlers", &[], 0);
+    let natively = run_within(&mut Command::new(program("handlers")), Duration::from_secs(60));
+    let natively = natively.expect("ends in time");
+    assert!(natively.status.success(), "{}", said_by(&natively));
+}
+
+/// Runs a program that allocates by all functions, without a daemon, beside `preloads`.
+fn beside(program: &Path, preloads: &str, settings: &[(&str, &str)]) -> Output {
+    let mut command = Command::new(program);
+    command.env("LD_PRELOAD", preloads).env("TIERMGR_SOCKET", "/nonexistent/socket");
+    command.env("NO_PVALLOC", "1").envs(settings.iter().copied());
+    match run_within(&mut command, Duration::from_secs(100)) {
+        Ok(output) => output,
+        Err(error) => panic!("{error}"),
+    }
+}
+
+fn chain(name: &str, flags: &[&str], more: &[PathBuf]) -> PathBuf {
+    let sources = [&[root().join("tests/malloc/chain.c")], more].concat();
+    let flags: Vec<&OsStr> =
+        ["-std=gnu11", "-fno-builtin"].iter().chain(flags).map(OsStr::new).collect();
+    compile("cc", &sources, name, &flags)
+}
+
+fn preload() -> Option<String> {
+    let preload = dist("lib/libtiermgr_preload.so");
+    if !preload.exists() {
+        skip("dist/lib/libtiermgr_preload.so is not built; run scripts/build");
+        return None;
+    }
+    Some(preload.to_string_lossy().into_owned())
+}
+
+/// Says why nothing is managed, once, and lets the program go on; or, where that is required, not begin.
+fn is_refused(program: &Path, preloads: &str, settings: &[(&str, &str)], cause: &str) {
+    let output = beside(program, preloads, settings);
+    let said = said_by(&output);
+    assert!(output.status.success() && said.contains("ok chain"), "{:?} {said}", output.status);
+    let lines: Vec<&str> = said.lines().filter(|line| line.starts_with("tiermgr[")).collect();
+    assert_eq!(lines.len(), 1, "{said}");
+    assert!(
+        lines[0].contains(cause) && lines[0].contains("nothing of this program is managed"),
+        "{said}"
+    );
+
+    let output = beside(program, preloads, &[settings, &[("TIERMGR_REQUIRE", "1")]].concat());
+    let said = said_by(&output);
+    assert_eq!(output.status.code(), Some(125), "{said}");
+    assert!(said.contains(cause) && !said.contains("ok chain"), "{said}");
+
+    let output = beside(program, preloads, &[settings, &[("TIERMGR_DISABLE", "1")]].concat());
+    assert!(
+        output.status.success() && !said_by(&output).contains("tiermgr["),
+        "{}",
+        said_by(&output)
+    );
+}
+
+/// Where Debian has it.
+fn debians(library: &str) -> Option<String> {
+    let found = ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64"]
+        .into_iter()
+        .map(|folder| format!("{folder}/{library}"))
+        .find(|path| Path::new(path).exists());
+    if found.is_none() {
+        skip(&format!("{library} is not there; run scripts/setup"));
+    }
+    found
+}
+
+#[test]
+fn an_allocator_behind_ours_serves_what_is_not_managed() {
+    let (Some(preload), Some(jemalloc)) = (preload(), debians("libjemalloc.so.2")) else { return };
+    let chain = chain("malloc-chain", &[], &[]);
+    let output = beside(&chain, &format!("{preload}:{jemalloc}"), &[("TIERMGR_LOG", "off")]);
+    assert!(output.status.success(), "{}", said_by(&output));
+    for small in ["0", "1"] {
+        let Some(stage) = Stage::new("chain", working_set() / 2, &[]) else { return };
+        let mut command = stage.command(&chain);
+        command.env("LD_PRELOAD", format!("{preload}:{jemalloc}")).env("TIERMGR_SMALL", small);
+        stage.expect_ok(&mut command);
+        stage.expect_work(0);
+        assert!(stage.status().attached_total > 0);
+    }
+}
+
+#[test]
+fn an_allocator_in_front_of_ours_is_named_and_left_alone() {
+    let (Some(preload), Some(jemalloc)) = (preload(), debians("libjemalloc.so.2")) else { return };
+    let chain = chain("malloc-chain", &[], &[]);
+    is_refused(&chain, &format!("{jemalloc}:{preload}"), &[], "libjemalloc.so.2");
+}
+
+#[test]
+fn an_allocator_of_the_programs_own_is_named_and_left_alone() {
+    let Some(preload) = preload() else { return };
+    let own = [root().join("tests/malloc/own_malloc.c")];
+    let chain = chain("malloc-chain-own", &[], &own);
+    is_refused(&chain, &preload, &[], "malloc-chain-own");
+}
+
+#[test]
+fn sanitizers_are_named_and_left_alone() {
+    let Some(preload) = preload() else { return };
+    let address = chain("malloc-chain-address", &["-fsanitize=address"], &[]);
+    // What `tiermgrctl run` sets: the sanitizer would end a program in which it is not first.
+    let order = [("ASAN_OPTIONS", "verify_asan_link_order=0")];
+    is_refused(&address, &preload, &order, "AddressSanitizer");
+    let thread = chain("malloc-chain-thread", &["-fsanitize=thread"], &[]);
+    is_refused(&thread, &preload, &[], "ThreadSanitizer");
+}
+
+#[test]
+fn valgrind_is_named_and_left_alone() {
+    let Some(preload) = preload() else { return };
+    if Command::new("valgrind").arg("--version").output().is_err() {
+        return skip("valgrind is not there; run scripts/setup");
+    }
+    let chain = chain("malloc-chain", &[], &[]);
+    let mut command = Command::new("valgrind");
+    command.arg("-q").arg(chain).env("LD_PRELOAD", preload).env("NO_PVALLOC", "1");
+    let output = run_within(&mut command, Duration::from_secs(100)).expect("ends in time");
+    let said = said_by(&output);
+    assert!(output.status.success() && said.contains("ok chain"), "{said}");
+    assert_eq!(said.matches("valgrind cannot follow").count(), 1, "{said}");
+}
+
+#[test]
+fn a_program_that_opens_the_library_itself_is_told_where_it_belongs() {
+    let Some(preload) = preload() else { return };
+    let source = root().join("tests/malloc/opens.c");
+    let opens =
+        compile("cc", &[source], "malloc-opens", &[OsStr::new("-std=gnu11"), OsStr::new("-ldl")]);
+    let run = |tunables: &str| {
+        let mut command = Command::new(&opens);
+        command.arg(&preload).env_remove("LD_PRELOAD").env("GLIBC_TUNABLES", tunables);
+        run_within(&mut command, Duration::from_secs(60)).expect("ends in time")
+    };
+    // The data of jemalloc's threads wants a place that is given away before the program begins.
+    let output = run("");
+    let said = said_by(&output);
+    assert!(output.status.success() && said.contains("static TLS"), "{said}");
+    let output = run("glibc.rtld.optional_static_tls=65536");
+    let said = said_by(&output);
+    assert!(output.status.success() && said.contains("ok opens"), "{said}");
+    assert!(said.contains("loaded by dlopen") && said.contains("LD_PRELOAD"), "{said}");
+}
+
+#[test]
+fn rules_say_which_programs_of_a_tree_are_managed() {
+    let Some(stage) = Stage::new("rules", working_set() / 2, &[]) else { return };
+    let rules = stage.socket().with_file_name("rules");
+    let conformance = program("conformance");
+    let link = stage.socket().with_file_name("by-another-name");
+    std::os::unix::fs::symlink(&conformance, &link).expect("a link");
+    let attached = |text: &str, what: &str| {
+        fs::write(&rules, text).expect("a file");
+        let before = stage.status().attached_total;
+        let mut shell = stage.command(Path::new("/bin/sh"));
+        shell.arg("-c").arg(format!("{what} && echo ok")).env("TIERMGR_RULES", &rules);
+        stage.expect_ok(&mut shell);
+        stage.status().attached_total - before
+    };
+    let (plain, link) = (conformance.display(), link.display());
+    let name = "malloc-conformance";
+    // Not named: neither the shell nor the program.
+    assert_eq!(attached("other\n", &format!("{plain}")), 0);
+    assert_eq!(
+        attached(&format!("{name} off\n* small\n"), &format!("{plain}")),
+        1,
+        "the shell alone"
+    );
+    let of_program = attached(&format!("{name}\n"), &format!("{plain}"));
+    assert!(of_program >= 1);
+    // The options of a rule: without them nothing of this size is managed.
+    assert_eq!(
+        attached("true min-size=1T\ntrue small\n", "/bin/true"),
+        0,
+        "the first rule decides"
+    );
+    assert_eq!(attached("true small\n", "/bin/true"), 1);
+    // By the name that it was started by, and by its path.
+    assert!(attached("by-another-name\n", &format!("{link}")) >= 1);
+    assert_eq!(attached("by-another-name\n", &format!("{plain}")), 0);
+    assert!(attached("/*/malloc-conf*\n", &format!("{link}")) >= 1);
+}
+
+#[test]
+fn rules_that_are_none_are_named_and_nothing_is_managed() {
+    let Some(preload) = preload() else { return };
+    let chain = chain("malloc-chain", &[], &[]);
+    is_refused(&chain, &preload, &[("TIERMGR_RULES", "/nonexistent/rules")], "/nonexistent/rules");
+    is_refused(&chain, &preload, &[("TIERMGR_RULES", "/etc/passwd")], "line 1");
+}
+
+fn said_by(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout)
+}
