@@ -117,6 +117,87 @@ def test_a_statically_linked_program_is_named_before_it_starts(folder):
     assert done.returncode == 125 and "statically linked" in done.stderr, done.stderr
 
 
+def test_a_program_for_another_c_library_runs_without_the_library(folder):
+    """Its loader would give up at the functions that only glibc has."""
+    loader = folder / "ld-musl-test.so.1"
+    shutil.copy(os.path.realpath("/lib64/ld-linux-x86-64.so.2" if os.uname().machine == "x86_64"
+                                 else "/lib/ld-linux-aarch64.so.1"), loader)
+    source = folder / "shows.c"
+    source.write_text("#include <stdio.h>\n#include <stdlib.h>\n"
+                      "int main(void) { puts(getenv(\"LD_PRELOAD\") ? \"preloaded\" : \"bare\"); }\n")
+    program = product.compile_c(source, folder / "shows", f"-Wl,--dynamic-linker={loader}")
+    store = f"{folder / 'store'}:64M"
+    done = plain("run", "--dram", "64M", "--nvme", store, program)
+    assert done.returncode == 0 and done.stdout == "bare\n", done
+    assert "another C library" in done.stderr and str(loader) in done.stderr, done.stderr
+    done = plain("run", "--dram", "64M", "--nvme", store, "--require", program)
+    assert done.returncode == 125 and "another C library" in done.stderr, done.stderr
+
+
+def test_what_passes_no_environment_on_is_named_before_it_starts(folder):
+    sudo = folder / "sudo"
+    sudo.symlink_to("/bin/true")
+    store = f"{folder / 'store'}:64M"
+    done = plain("run", "--dram", "64M", "--nvme", store, sudo)
+    assert done.returncode == 0 and "does not pass LD_PRELOAD on" in done.stderr, done.stderr
+    done = plain("run", "--dram", "64M", "--nvme", store, "--require", sudo)
+    assert done.returncode == 125 and "does not pass LD_PRELOAD on" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("how, reason, words", [
+    (["env", "-u", "LD_PRELOAD"], "preload_cleared", "without LD_PRELOAD"),
+    (["env", "-i"], "preload_cleared", "without LD_PRELOAD"),
+    ([], "not_loaded", "statically linked"),
+])
+def test_a_child_that_is_not_reached_is_named(run, public, folder, how, reason, words):
+    workload = public / "workload"
+    if not how:
+        source = pathlib.Path(__file__).with_name("workload.c")
+        workload = product.compile_c(source, folder / "static", "-static")
+    script = f"(sleep 4; echo go) | {' '.join(how)} {workload} hold 64"
+    done, report = run("sh", "-c", script)
+    assert done.returncode == 0, done.stderr
+    found = report["unreached_programs"]
+    assert [f["reason"] for f in found] == [reason], report
+    assert found[0]["name"] == workload.name and found[0]["resident_bytes"] > 48 << 20, found
+    assert words in report["warnings"][0] and words in done.stderr, done.stderr
+
+
+def test_rules_manage_the_programs_that_they_name(run, public, folder):
+    rules = folder / "rules"
+    script = f"{public / 'workload'} fill 128 1"
+    for text, clients in (("workload\n", 1), ("sh\n", 0), ("workload off\n* small\n", 1),
+                          (f"{public}/w* min-size=1G\n", 0)):
+        rules.write_text(text)
+        done, report = run("sh", "-c", script, options=["--only", rules])
+        assert done.returncode == 0, done.stderr
+        assert report["attached_processes"] == clients, (text, report)
+
+
+def test_wrong_rules_are_said_before_anything_starts(folder):
+    rules = folder / "rules"
+    started = folder / "started"
+    for text, words in (("a smal\n", "line 1: `smal`"), ("", "no rule"), (None, "No such file")):
+        if text is None:
+            rules.unlink()
+        else:
+            rules.write_text(text)
+        done = plain("run", "--dram", "64M", "--only", rules, "touch", started)
+        assert done.returncode == 125 and words in done.stderr, done.stderr
+        assert str(rules) in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+        assert not started.exists()
+
+
+def test_a_program_with_a_sanitizer_runs_without_management(run, folder):
+    source = folder / "clean.c"
+    source.write_text("#include <stdlib.h>\nint main(void) { free(malloc(1 << 20)); return 5; }\n")
+    program = product.compile_c(source, folder / "clean", "-fsanitize=address")
+    done, report = run(program)
+    assert done.returncode == 5 and "AddressSanitizer needs malloc" in done.stderr, done.stderr
+    done, report = run(program, options=["--require"])
+    assert done.returncode == 125 and report["attached_processes"] == 0, done.stderr
+
+
 def test_a_size_that_is_too_small_names_the_option_that_gave_it_and_once(folder):
     for options, words in ((["--nvme", f"{folder / 'store'}:1M"], ["--nvme", "16MiB"]),
                            (["--nvme", ""], ["--nvme", "PATH"]),

@@ -55,7 +55,8 @@ pub(crate) enum Verb {
     ///
     /// A program that cannot attach says so on stderr and goes on with ordinary memory, without a limit; with
     /// --require its large allocations fail instead. The summary says how many processes attached, and warns
-    /// if there was none; the exit status is CMD's all the same.
+    /// if there was none, or if a program with much memory was seen that started without the library; the exit
+    /// status is CMD's all the same.
     ///
     /// SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to CMD. The exit status is CMD's; 128+N if signal N
     /// ended it, 127 if it was not found, 126 if it could not be run, and 125 if tiermgrctl itself failed.
@@ -141,8 +142,10 @@ pub(crate) struct RunArgs {
 
     /// Let managed allocations fail where a program cannot attach (sets TIERMGR_REQUIRE=1)
     ///
-    /// CMD is not started at all if it is statically linked or changes its user when it starts: the allocator
-    /// cannot be preloaded into such programs. Without this option tiermgrctl only warns of them.
+    /// CMD is not started at all if the allocator cannot be preloaded into it (it is statically linked, has rights
+    /// of its own, or is for another machine or C library), or if it is known not to pass LD_PRELOAD on, as sudo.
+    /// Without this option tiermgrctl only warns of them. A program that has a malloc of its own in front of
+    /// tiermgr's, or that runs under a sanitizer or valgrind, ends at its start with status 125.
     #[arg(long)]
     pub(crate) require: bool,
 
@@ -156,6 +159,17 @@ pub(crate) struct RunArgs {
     /// Least size of an allocation that is managed, or with --small of one that jemalloc is not asked for
     #[arg(long, value_name = "SIZE")]
     pub(crate) min_size: Option<Size>,
+
+    /// Manage only the programs that FILE names (sets TIERMGR_RULES)
+    ///
+    /// For a CMD that starts many others, such as make or a shell. A line is a pattern and what is to be done:
+    /// nothing more, or `off`, `small`, `no-small`, `min-size=SIZE`. `cc1* small` is about programs by their name,
+    /// `/opt/*/solve` by their path; `*` stands for any characters, `?` for one, and `#` begins a comment. The first
+    /// line that fits a program decides: by the file that runs (of a script that is its interpreter), or by the name
+    /// that it was started by. What no line fits runs as if tiermgr were not there, and passes all on to what it
+    /// starts. A line that is wrong is said before CMD starts.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) only: Option<PathBuf>,
 
     /// Have the private daemon do without a kernel feature (for tests)
     #[arg(long, value_name = "FEATURE", hide = true)]

@@ -1,6 +1,8 @@
 //! The calling process: its page size, name, limits and clock.
 
 use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 use std::sync::OnceLock;
 
 /// Bytes of a page: 4 KiB on x86-64, up to 64 KiB on aarch64.
@@ -98,6 +100,16 @@ fn is_alive(stat: &str) -> bool {
 pub fn is_root() -> bool {
     // SAFETY: takes nothing and cannot fail.
     unsafe { libc::geteuid() == 0 }
+}
+
+/// Whether whoever starts the file gets capabilities by that.
+pub fn has_file_capabilities(path: &Path) -> bool {
+    let Ok(path) = std::ffi::CString::new(path.as_os_str().as_bytes()) else { return false };
+    // SAFETY: getxattr reads two C strings, and writes nothing where it is given no room.
+    let bytes = unsafe {
+        libc::getxattr(path.as_ptr(), c"security.capability".as_ptr(), std::ptr::null_mut(), 0)
+    };
+    bytes > 0
 }
 
 /// Has ended children wait to be asked for, and say so by SIGCHLD, even if whoever started us ignores that.

@@ -11,6 +11,7 @@ mod private;
 mod program;
 mod progress;
 mod report;
+mod strays;
 
 use crate::cli::RunArgs;
 use crate::complain;
@@ -20,11 +21,13 @@ use nix::unistd::Pid;
 use private::Private;
 pub(crate) use private::{named_store, text_of};
 use report::{Report, ReportFile};
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+use strays::Strays;
 use tiermgr_wire::control::Status;
+use tiermgr_wire::rules::{RuleError, Rules};
 use tiermgr_wire::size::Size;
 use tiermgr_wire::{DEFAULT_SOCKET, chain};
 
@@ -109,6 +112,24 @@ pub(crate) enum RunError {
     /// The program would run without tiermgr.
     #[error("{0}; without --require it runs without a limit")]
     Unmanageable(program::Obstacle),
+    /// The file of --only cannot be read.
+    #[error("reading the rules {}", path.display())]
+    Rules {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The file of --only is wrong.
+    #[error("{}", path.display())]
+    Rule {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: RuleError,
+    },
     /// The file of --report.
     #[error("opening the report {}", path.display())]
     Report {
@@ -174,11 +195,11 @@ impl Host {
         }
     }
 
-    fn wait_for(&mut self, pid: Pid, signals: &Signals) -> io::Result<u8> {
+    fn wait_for(&mut self, pid: Pid, signals: &Signals, strays: &mut Strays) -> io::Result<u8> {
         match self {
-            Self::Private(private) => signals.wait_for(pid, private),
+            Self::Private(private) => signals.wait_for(pid, private, strays),
             // Its service manager, or its keeper, sees to it.
-            Self::System { .. } => signals.wait_for(pid, &mut Nothing),
+            Self::System { .. } => signals.wait_for(pid, &mut Nothing, strays),
         }
     }
 }
@@ -201,20 +222,27 @@ fn try_run(socket: Option<&Path>, args: &RunArgs) -> Result<u8, RunError> {
         return Err(RunError::PreloadPath(preload));
     }
     let signals = Signals::block().map_err(|error| RunError::System("blocking signals", error))?;
-    if let Some(obstacle) = args.command.first().and_then(|name| program::obstacle(name)) {
+    let rules = args.only.as_deref().map(checked_rules).transpose()?;
+    let obstacle = args.command.first().and_then(|name| program::obstacle(name));
+    if let Some(obstacle) = &obstacle {
         if args.require {
-            return Err(RunError::Unmanageable(obstacle));
+            return Err(RunError::Unmanageable(obstacle.clone()));
         }
         complain(&format!("warning: {obstacle}; it runs without a limit"));
     }
+    let preloads = obstacle.is_none_or(|obstacle| !obstacle.forbids_preload());
     let file = args.report.as_deref().map(ReportFile::open).transpose()?;
     let mut host = choose_host(socket, args, &signals)?;
-    let environment = environment(args, &preload, host.socket());
+    let mut environment = environment(args, host.socket(), rules);
+    if preloads {
+        environment.extend(preloading(&preload));
+    }
+    let mut strays = Strays::new(&preload);
     let began = Instant::now();
     let outcome = match child::spawn(&args.command, &environment, &signals) {
         Ok(pid) => host
-            .wait_for(pid, &signals)
-            .map(|code| (code, finish(args, code, began.elapsed(), &host)))
+            .wait_for(pid, &signals, &mut strays)
+            .map(|code| (code, finish(args, code, began.elapsed(), &host, strays)))
             .map_err(|error| RunError::System("waiting for the program", error)),
         Err(error) => {
             let name = args.command.first().map(|name| name.to_string_lossy()).unwrap_or_default();
@@ -234,7 +262,7 @@ fn try_run(socket: Option<&Path>, args: &RunArgs) -> Result<u8, RunError> {
 }
 
 /// What happened in the run, from a daemon that is still there.
-fn finish(args: &RunArgs, code: u8, wall: Duration, host: &Host) -> Option<Report> {
+fn finish(args: &RunArgs, code: u8, wall: Duration, host: &Host, strays: Strays) -> Option<Report> {
     let before = match host {
         Host::Private(_) => None,
         Host::System { before, .. } => Some(before.as_ref()),
@@ -252,7 +280,7 @@ fn finish(args: &RunArgs, code: u8, wall: Duration, host: &Host) -> Option<Repor
         }
     };
     match status {
-        Ok(status) => Some(Report::new(args, code, wall, &status, before)),
+        Ok(status) => Some(Report::new(args, code, wall, &status, before, strays.into_list())),
         Err(_) if matches!(host, Host::Private(_)) => {
             complain("no summary: the private daemon is no longer there");
             None
@@ -287,18 +315,23 @@ fn choose_host(socket: Option<&Path>, args: &RunArgs, signals: &Signals) -> Resu
     }
 }
 
+/// The file of --only as programs are told of it, if it can be read and is right.
+fn checked_rules(path: &Path) -> Result<PathBuf, RunError> {
+    let wrong = |source| RunError::Rules { path: path.to_owned(), source };
+    let text = std::fs::read_to_string(path).map_err(wrong)?;
+    Rules::parse(&text).map_err(|source| RunError::Rule { path: path.to_owned(), source })?;
+    path.canonicalize().map_err(wrong)
+}
+
 /// What CMD finds in its environment beside what we found in ours.
-fn environment(args: &RunArgs, preload: &Path, socket: &Path) -> Vec<(OsString, OsString)> {
-    let mut preloads = preload.as_os_str().to_owned();
-    if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
-        preloads.push(":");
-        preloads.push(others);
-    }
+fn environment(args: &RunArgs, socket: &Path, rules: Option<PathBuf>) -> Vec<(OsString, OsString)> {
     let mut environment: Vec<(OsString, OsString)> = vec![
-        ("LD_PRELOAD".into(), preloads),
         ("TIERMGR_SOCKET".into(), socket.into()),
         ("TIERMGR_CLASS".into(), args.class.name().into()),
     ];
+    if let Some(rules) = rules {
+        environment.push(("TIERMGR_RULES".into(), rules.into()));
+    }
     if let Some(size) = args.min_size {
         environment.push(("TIERMGR_MIN_SIZE".into(), size.0.to_string().into()));
     }
@@ -309,4 +342,21 @@ fn environment(args: &RunArgs, preload: &Path, socket: &Path) -> Vec<(OsString, 
         environment.push(("TIERMGR_REQUIRE".into(), "1".into()));
     }
     environment
+}
+
+/// What brings the library into CMD. It stands first: behind another allocator it would get no request.
+fn preloading(preload: &Path) -> [(OsString, OsString); 2] {
+    let joined = |first: &OsStr, name: &str| {
+        let mut value = first.to_owned();
+        if let Some(others) = std::env::var_os(name).filter(|others| !others.is_empty()) {
+            value.push(":");
+            value.push(others);
+        }
+        (OsString::from(name), value)
+    };
+    [
+        joined(preload.as_os_str(), "LD_PRELOAD"),
+        // AddressSanitizer ends programs in which it is not first; the library leaves them alone.
+        joined(OsStr::new("verify_asan_link_order=0"), "ASAN_OPTIONS"),
+    ]
 }

@@ -64,7 +64,8 @@ fn version_of(release: &str) -> Option<(u32, u32)> {
 fn userfaultfd() -> Vec<Finding> {
     if let Err(error) = DeviceFd::open() {
         let fix = if nix::unistd::geteuid().is_root() {
-            "build the kernel with CONFIG_USERFAULTFD=y and do not hide /dev/userfaultfd from this container"
+            "build the kernel with CONFIG_USERFAULTFD=y; in a container --device /dev/userfaultfd, or run tiermgrd \
+             outside and pass its socket in"
         } else {
             "run as root: `sudo tiermgrctl doctor`; programs of a system daemon need no rights"
         };
@@ -98,11 +99,20 @@ fn userfaultfd() -> Vec<Finding> {
     findings
 }
 
+/// What allows a feature, where the kernel has it and somebody forbids it.
 fn fix_for(feature: &str) -> &'static str {
     match feature {
-        "io_uring" => "sysctl kernel.io_uring_disabled=0, and allow io_uring in the container",
-        "uffd_event_fork" => "give the daemon CAP_SYS_PTRACE: run it as root",
-        "pagemap" | "pidfd_getfd" => "give the daemon CAP_SYS_PTRACE: run it as root",
+        "io_uring" => {
+            "sysctl kernel.io_uring_disabled=0; in a container a seccomp profile that allows io_uring_setup, \
+             io_uring_enter and io_uring_register (--security-opt seccomp=FILE)"
+        }
+        "uffd_event_fork" | "pagemap" => {
+            "give the daemon CAP_SYS_PTRACE: run it as root; in a container --cap-add SYS_PTRACE"
+        }
+        "pidfd_getfd" | "kcmp" | "process_vm_readv" => {
+            "give the daemon CAP_SYS_PTRACE: run it as root; in a container --cap-add SYS_PTRACE, and a seccomp \
+             profile that allows pidfd_getfd, kcmp and process_vm_readv (--security-opt seccomp=FILE)"
+        }
         _ => "boot a newer kernel: 6.8 has everything that tiermgr uses",
     }
 }

@@ -1,5 +1,6 @@
 //! Starting CMD, passing signals on, and its exit status.
 
+use super::strays::Strays;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::spawn::{PosixSpawnAttr, PosixSpawnFileActions, PosixSpawnFlags, posix_spawnp};
@@ -70,7 +71,13 @@ impl Signals {
 
     /// Waits for the end of our child `pid`, and passes on to it what we are sent. What comes from the
     /// terminal reached it already, since it is in our group. Meanwhile `watch` is looked after.
-    pub(super) fn wait_for(&self, pid: Pid, watch: &mut impl Watch) -> io::Result<u8> {
+    /// `strays` is looked for what it does not reach.
+    pub(super) fn wait_for(
+        &self,
+        pid: Pid,
+        watch: &mut impl Watch,
+        strays: &mut Strays,
+    ) -> io::Result<u8> {
         let pidfd = pidfd::open(pid.as_raw())?;
         loop {
             match waitpid(pid, Some(WaitPidFlag::WNOHANG))? {
@@ -84,10 +91,12 @@ impl Signals {
                 // An absent one is replaced by one that is watched anyway, and not looked at.
                 PollFd::new(watch.fd().unwrap_or(self.fd.as_fd()), PollFlags::POLLIN),
             ];
-            match poll(&mut fds, PollTimeout::NONE) {
+            let until_look = strays.until_next() + Duration::from_millis(1);
+            match poll(&mut fds, PollTimeout::try_from(until_look).unwrap_or(PollTimeout::MAX)) {
                 Ok(_) | Err(Errno::EINTR) => {}
                 Err(error) => return Err(error.into()),
             }
+            strays.look(pid);
             let has_happened = fds[2].any().unwrap_or(false);
             if has_happened && watch.fd().is_some() {
                 watch.react(pid);
@@ -186,12 +195,16 @@ pub(super) fn code_of_signal(signal: i32) -> u8 {
 mod tests {
     use super::*;
 
+    fn strays() -> Strays {
+        Strays::new(std::path::Path::new("/nonexistent.so"))
+    }
+
     fn status_of(signals: &Signals, command: &[&str], changes: &[(&str, &str)]) -> u8 {
         let command: Vec<OsString> = command.iter().map(Into::into).collect();
         let changes: Vec<(OsString, OsString)> =
             changes.iter().map(|(name, value)| (name.into(), value.into())).collect();
         match spawn(&command, &changes, signals) {
-            Ok(pid) => signals.wait_for(pid, &mut Nothing).unwrap(),
+            Ok(pid) => signals.wait_for(pid, &mut Nothing, &mut strays()).unwrap(),
             Err(error) => code_of_failure(error),
         }
     }
@@ -225,7 +238,7 @@ mod tests {
         let pid = spawn(&command, &[], &signals).unwrap();
         // To this thread: others of the test program do not block it.
         nix::sys::signal::raise(Signal::SIGTERM).unwrap();
-        assert_eq!(signals.wait_for(pid, &mut Nothing).unwrap(), 128 + 15);
+        assert_eq!(signals.wait_for(pid, &mut Nothing, &mut strays()).unwrap(), 128 + 15);
     }
 
     #[test]

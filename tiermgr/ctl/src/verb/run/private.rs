@@ -309,12 +309,15 @@ fn make_runtime_folder() -> Result<PathBuf, RunError> {
     let is_tmpfs = |path: &Path| {
         statfs::statfs(path).is_ok_and(|fs| fs.filesystem_type() == statfs::TMPFS_MAGIC)
     };
-    let parent = ["/dev/shm", "/run"]
-        .into_iter()
-        .map(PathBuf::from)
-        .find(|path| is_tmpfs(path))
-        .unwrap_or_else(std::env::temp_dir);
-    make_folder(&parent)
+    for parent in ["/dev/shm", "/run"].map(Path::new) {
+        // One that is there may be read-only, in a container.
+        if is_tmpfs(parent)
+            && let Ok(folder) = place::fresh_folder(parent)
+        {
+            return Ok(folder);
+        }
+    }
+    make_folder(&std::env::temp_dir())
 }
 
 fn make_folder(parent: &Path) -> Result<PathBuf, RunError> {

@@ -1,6 +1,7 @@
 //! What happened in a run: some lines for people, JSON for programs.
 
 use super::RunError;
+use super::strays::{self, MATTERS_BYTES, Stray};
 use crate::cli::RunArgs;
 use crate::complain;
 use crate::render::{bytes, count, pages};
@@ -21,9 +22,6 @@ const NONE_ATTACHED: &str = "no program attached, so that nothing was limited or
 /// Said where a daemon that serves others too has come and gone.
 const RESTARTED: &str = "the daemon was restarted meanwhile: what it counts began anew, and how many programs \
                          of this run it managed is not known";
-/// A program that never had as much memory as this has made no allocation that matters. Less than the
-/// libraries and the interpreter of a large program take.
-const SMALL_PROGRAM_BYTES: u64 = 16 << 20;
 
 /// The content of `--report`. Field names do not change within a major version.
 #[derive(Debug, Serialize)]
@@ -41,6 +39,8 @@ pub(super) struct Report {
     /// library and the C interface counts twice. 0: none was limited or parked.
     /// `null`: the daemon was restarted, and does not know.
     attached_processes: Option<u64>,
+    /// Programs with much memory that were seen to run without the library, at looks about a second apart.
+    unreached_programs: Vec<Stray>,
     /// What all programs of the daemon together, and the daemon itself, may have in DRAM.
     dram_limit_bytes: u64,
     /// Capacity of the store.
@@ -62,6 +62,7 @@ impl Report {
         wall: Duration,
         status: &Status,
         before: Option<&Status>,
+        unreached_programs: Vec<Stray>,
     ) -> Self {
         // What a serving process counts ends with it; a new one begins with the programs that it finds.
         let same = before.filter(|before| before.daemon_pid == status.daemon_pid);
@@ -76,7 +77,9 @@ impl Report {
         if !is_whole {
             warnings.insert(0, RESTARTED.to_owned());
         }
-        if attached_processes == Some(0) && peak_of_programs() >= SMALL_PROGRAM_BYTES {
+        if let Some(warning) = strays::warning(&unreached_programs) {
+            warnings.insert(0, warning);
+        } else if attached_processes == Some(0) && peak_of_programs() >= MATTERS_BYTES {
             warnings.insert(0, NONE_ATTACHED.to_owned());
         }
         Self {
@@ -85,6 +88,7 @@ impl Report {
             wall_seconds: wall.as_secs_f64(),
             private_daemon: before.is_none(),
             attached_processes,
+            unreached_programs,
             dram_limit_bytes: status.dram_limit_bytes,
             store_capacity_bytes: status.store_capacity_bytes,
             totals: same.map_or(status.totals, |before| since(&before.totals, &status.totals)),
@@ -248,6 +252,7 @@ mod tests {
             wall_seconds: 1.5,
             private_daemon: false,
             attached_processes: Some(2),
+            unreached_programs: Vec::new(),
             dram_limit_bytes: 1 << 30,
             store_capacity_bytes: 1 << 34,
             totals: FamilyStats { poisoned_pages: 1, ..FamilyStats::default() },
@@ -280,6 +285,7 @@ mod tests {
             "command",
             "exit_status",
             "attached_processes",
+            "unreached_programs",
             "wall_seconds",
             "dram_limit_bytes",
             "totals",
