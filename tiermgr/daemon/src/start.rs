@@ -93,7 +93,10 @@ pub enum StartError {
     #[error(transparent)]
     Probe(#[from] ProbeError),
     /// The kernel lacks what cannot be done without.
-    #[error("the kernel lacks {0}, which tiermgrd cannot do without (see `tiermgrctl doctor`)")]
+    #[error(
+        "{0} does not work here, and tiermgrd cannot do without: the kernel lacks it, or a container or service \
+         forbids it; `tiermgrctl doctor` says how to allow it"
+    )]
     Lacking(String),
     /// The store.
     #[error(transparent)]

@@ -30,6 +30,10 @@ pub struct KernelFeatures {
     pub pagemap: bool,
     /// close_range (5.9), which helpers begin with.
     pub close_range: bool,
+    /// Whether two processes share their memory can be asked.
+    pub kcmp: bool,
+    /// The memory of another process may be read.
+    pub process_vm_readv: bool,
 }
 
 /// Why the probe could not be done.
@@ -63,6 +67,8 @@ const FIELDS: [Field; KernelFeatures::NAMES.len()] = [
     ("populate_write", |f| &mut f.populate_write),
     ("pagemap", |f| &mut f.pagemap),
     ("close_range", |f| &mut f.close_range),
+    ("kcmp", |f| &mut f.kcmp),
+    ("process_vm_readv", |f| &mut f.process_vm_readv),
 ];
 
 impl KernelFeatures {
@@ -77,6 +83,8 @@ impl KernelFeatures {
         "populate_write",
         "pagemap",
         "close_range",
+        "kcmp",
+        "process_vm_readv",
     ];
 
     /// Those without which no page can be served or parked.
@@ -88,6 +96,8 @@ impl KernelFeatures {
         "populate_write",
         "pagemap",
         "close_range",
+        "kcmp",
+        "process_vm_readv",
     ];
 
     /// Tries everything, and then takes away what `assume_missing` names, so that an old kernel can be
@@ -105,6 +115,9 @@ impl KernelFeatures {
         // SAFETY: the range holds no descriptor: numbers end far below.
         features.close_range =
             unsafe { libc::syscall(libc::SYS_close_range, u32::MAX, u32::MAX, 0) } == 0;
+        let me = std::process::id().cast_signed();
+        features.process_vm_readv = can_read_memory(me);
+        features.kcmp = pidfd::same_memory(me, me).is_ok_and(|same| same);
         for name in assume_missing {
             let (_, field) = FIELDS
                 .iter()
@@ -129,7 +142,7 @@ impl KernelFeatures {
         Ok(())
     }
 
-    /// Names of what this kernel lacks.
+    /// Names of what this kernel lacks, or forbids.
     pub fn missing(&self) -> Vec<&'static str> {
         self.rows().filter(|(_, there)| !there).map(|(name, _)| name).collect()
     }
@@ -170,6 +183,13 @@ fn can_populate() -> bool {
     let at = std::ptr::without_provenance_mut(usize::try_from(page).unwrap_or(4096));
     // SAFETY: a range of no bytes has no content.
     unsafe { libc::madvise(at, 0, libc::MADV_POPULATE_WRITE) == 0 }
+}
+
+fn can_read_memory(me: i32) -> bool {
+    let here = 7u8;
+    let address = crate::uffd::bytes((&raw const here).expose_provenance());
+    let mut found = [0];
+    crate::memory::read_memory(me, &[(address, 1)], &mut found).is_ok() && found == [here]
 }
 
 fn can_read_pagemap() -> bool {

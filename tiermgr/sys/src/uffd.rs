@@ -91,25 +91,6 @@ pub fn new_from_device(device: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Makes a userfaultfd for the *calling process'* memory without the device. Where only root may have one
-/// that serves the kernel's own accesses, those to an absent page fail instead of waiting.
-///
-/// # Errors
-/// That of the call; EMFILE where the process has no descriptor left.
-pub fn new_without_device() -> io::Result<OwnedFd> {
-    const USER_MODE_ONLY: libc::c_int = 1;
-    let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
-    for flags in [flags, flags | USER_MODE_ONLY] {
-        // SAFETY: userfaultfd takes its flags by value and touches no memory.
-        let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
-        if let Ok(fd @ 0..) = RawFd::try_from(fd) {
-            // SAFETY: the call has just made this descriptor, and nobody else knows of it.
-            return Ok(unsafe { OwnedFd::from_raw_fd(fd) });
-        }
-    }
-    Err(io::Error::last_os_error())
-}
-
 /// What the handshake told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ApiInfo {
