@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -29,6 +30,7 @@ DATA_MIB = 512
 # What a limit leaves to the program itself, its libraries and rounding.
 SLACK_MIB = 24
 SMALL_OBJECTS = 10_000_000
+FORKS = 1000
 WAYS = ("sequential-read", "sequential-write", "random-read", "random-write")
 
 
@@ -229,8 +231,32 @@ def small(pairs):
     table(["", *sides, "to jemalloc", "to that with thp:always"], rows)
 
 
+def forks(pairs):
+    """How long fork() takes beside eight writing threads: natively, where all fits, and at half of it."""
+    binary = compile_c(HERE.parent / "malloc" / "fork_threads.c", BUILD / "bench" / "fork_threads")
+    work = {"FORKS": str(FORKS), "SIZE": f"{DRAM_MIB}M", "WRITERS": "8"}
+    sides = {"natively": [], "all of it fits": [], "at half of it": []}
+    with folder() as at, folder() as at_half, Daemon(at, 2048 * MIB, 512 * MIB) as roomy, \
+            Daemon(at_half, DRAM_MIB // 2 * MIB, 2048 * MIB) as tight:
+        for _ in range(pairs):
+            for side, env in zip(sides, (clean_environment(**work), roomy.preloaded(**work),
+                                         tight.preloaded(**work)), strict=True):
+                done = subprocess.run([binary], env=env, capture_output=True, text=True, check=True,
+                                      timeout=1200, stdin=subprocess.DEVNULL)
+                sides[side].append([int(us) for us in re.findall(r"(\d+) us", done.stdout)])
+            roomy.wait_until_empty()
+            recalled = tight.wait_until_empty()["totals"]["recalled_pages"]
+    print(f"{FORKS} forks of {DRAM_MIB} MiB, which eight threads write to; at half of it {recalled} pages "
+          "were recalled in all.\n")
+    table(["fork()", *sides, "fits to natively", "half to natively"],
+          [[name, *(spread(values, "{:.0f}") for values in columns),
+            *(ratio(values, columns[0]) for values in columns[1:])]
+           for name, columns in (("p50, us", [[r[0] for r in runs] for runs in sides.values()]),
+                                 ("p99, us", [[r[1] for r in runs] for runs in sides.values()]))])
+
+
 BENCHMARKS = {"device": device, "fault": fault, "oversubscribed": oversubscribed, "below": below,
-              "malloc": malloc, "small": small}
+              "malloc": malloc, "small": small, "forks": forks}
 
 
 def main():
