@@ -257,40 +257,28 @@ fn a_program_that_opens_the_library_itself_is_told_where_it_belongs() {
 #[test]
 fn rules_say_which_programs_of_a_tree_are_managed() {
     let Some(stage) = Stage::new("rules", working_set() / 2, &[]) else { return };
-    let rules = stage.socket().with_file_name("rules");
-    let conformance = program("conformance");
-    let link = stage.socket().with_file_name("by-another-name");
-    std::os::unix::fs::symlink(&conformance, &link).expect("a link");
-    let attached = |text: &str, what: &str| {
+    let beside = |name| stage.socket().with_file_name(name);
+    let (rules, plain, link) = (beside("rules"), beside("named"), beside("by-another-name"));
+    // Whatever allocates at all attaches where small blocks are managed.
+    fs::copy("/bin/ls", &plain).expect("a copy");
+    std::os::unix::fs::symlink(&plain, &link).expect("a link");
+    let attached = |text: &str, program: &Path| {
         fs::write(&rules, text).expect("a file");
         let before = stage.status().attached_total;
         let mut shell = stage.command(Path::new("/bin/sh"));
-        shell.arg("-c").arg(format!("{what} && echo ok")).env("TIERMGR_RULES", &rules);
-        stage.expect_ok(&mut shell);
+        let script = format!("{} / > /dev/null && echo ok tree", program.display());
+        shell.arg("-c").arg(script).env("TIERMGR_RULES", &rules);
+        assert!(stage.expect_ok(&mut shell));
         stage.status().attached_total - before
     };
-    let (plain, link) = (conformance.display(), link.display());
-    let name = "malloc-conformance";
-    // Not named: neither the shell nor the program.
-    assert_eq!(attached("other\n", &format!("{plain}")), 0);
-    assert_eq!(
-        attached(&format!("{name} off\n* small\n"), &format!("{plain}")),
-        1,
-        "the shell alone"
-    );
-    let of_program = attached(&format!("{name}\n"), &format!("{plain}"));
-    assert!(of_program >= 1);
-    // The options of a rule: without them nothing of this size is managed.
-    assert_eq!(
-        attached("true min-size=1T\ntrue small\n", "/bin/true"),
-        0,
-        "the first rule decides"
-    );
-    assert_eq!(attached("true small\n", "/bin/true"), 1);
-    // By the name that it was started by, and by its path.
-    assert!(attached("by-another-name\n", &format!("{link}")) >= 1);
-    assert_eq!(attached("by-another-name\n", &format!("{plain}")), 0);
-    assert!(attached("/*/malloc-conf*\n", &format!("{link}")) >= 1);
+    assert_eq!(attached("other small\n", &plain), 0, "neither the shell nor the program is named");
+    assert_eq!(attached("named off\n* small\n", &plain), 1, "the shell alone");
+    assert_eq!(attached("named small\n", &plain), 1, "the program alone");
+    assert_eq!(attached("*\n", &plain), 0, "without options nothing is large enough");
+    assert_eq!(attached("named min-size=1G\nnamed small\n", &plain), 0, "the first rule decides");
+    assert_eq!(attached("by-another-name small\n", &link), 1, "the name that it was started by");
+    assert_eq!(attached("by-another-name small\n", &plain), 0, "that name alone");
+    assert_eq!(attached("/*/name? small\n", &link), 1, "the path of its file");
 }
 
 #[test]
