@@ -1,0 +1,242 @@
+use super::*;
+use std::cell::Cell;
+
+const PIECE: usize = 4096;
+
+/// Gives ranges that nobody touches, as far as its limit goes.
+struct Pretended {
+    next: Cell<usize>,
+    largest: usize,
+    outcome: Cell<Discarded>,
+    forgotten: Cell<usize>,
+}
+
+impl Pretended {
+    const fn new(largest: usize) -> Self {
+        Self {
+            next: Cell::new(1 << 40),
+            largest,
+            outcome: Cell::new(Discarded::Done),
+            forgotten: Cell::new(0),
+        }
+    }
+}
+
+impl Source for Pretended {
+    fn add_arena(&self, bytes: usize) -> Result<usize> {
+        assert!(bytes.is_multiple_of(CHUNK));
+        if bytes > self.largest {
+            return Err(Error::new(Status::NoMemory, "too much"));
+        }
+        let start = self.next.get();
+        self.next.set(start + bytes + CHUNK);
+        Ok(start)
+    }
+
+    fn discard(&self, _address: usize, bytes: usize) -> Discarded {
+        if self.outcome.get() == Discarded::Done {
+            self.forgotten.set(self.forgotten.get() + bytes);
+        }
+        self.outcome.get()
+    }
+}
+
+#[test]
+fn arenas_come_when_needed_and_addresses_are_known() {
+    let (heap, source) = (Heap::new(PIECE), Pretended::new(usize::MAX));
+    assert!(!heap.owns(1 << 40));
+    let block = heap.allocate(&source, 1 << 20, 1).expect("room");
+    assert!(block.is_zero && heap.owns(block.address) && !heap.owns(1 << 39));
+    assert_eq!(heap.usable_bytes(block.address), Ok(1 << 20));
+    let large = heap.allocate(&source, 16 << 30, 1).expect("an arena of its own size");
+    assert!(heap.owns(large.address + (16 << 30) - 1));
+    heap.free(&source, block.address).expect("live");
+    assert_eq!(heap.free(&source, block.address), Err(NotLive));
+}
+
+#[test]
+fn what_one_free_does_not_discard_is_left_to_the_next() {
+    let (heap, source) = (Heap::new(PIECE), Pretended::new(usize::MAX));
+    let blocks = 3 * DISCARDS_MAX;
+    source.outcome.set(Discarded::Refused);
+    let addresses: Vec<_> = (0..2 * blocks)
+        .map(|_| heap.allocate(&source, 10 << 20, 1).expect("room").address)
+        .collect();
+    // Every second one, so that they stay apart.
+    for address in addresses.iter().step_by(2) {
+        heap.free(&source, *address).expect("live");
+    }
+    source.outcome.set(Discarded::Done);
+    for address in addresses.iter().skip(1).step_by(2) {
+        heap.free(&source, *address).expect("live");
+    }
+    heap.trim(&source);
+    assert_eq!(source.forgotten.get(), 2 * blocks * (10 << 20), "each of them, and once");
+}
+
+#[test]
+fn parts_of_extents_are_given_back_and_discarded_in_whole_pieces() {
+    let (heap, source) = (Heap::with_extents(2 << 20), Pretended::new(usize::MAX));
+    let addresses: Vec<_> = (0..4096)
+        .map(|_| heap.allocate_extent(&source, 16 << 10, 4096).expect("room").address)
+        .collect();
+    let (first, last) = (addresses[0], addresses[4095]);
+    assert!(heap.is_one_arena(first, last) && !heap.is_one_arena(first, 0));
+    let of_many = heap.release_extent(&source, first + 4096, 4 << 20);
+    assert_eq!(of_many, Ok(true));
+    let again = heap.release_extent(&source, first + 4096, 4096);
+    assert_eq!(again, Err(NotLive));
+    assert_eq!(heap.live_bytes(), (64 << 20) - (4 << 20));
+    assert_eq!(heap.trim(&source), 2 << 20, "the one huge page that is whole");
+    let again = heap.allocate(&source, 2 << 20, 4096).expect("room");
+    assert_eq!(again, Allocated { address: first + (2 << 20), is_zero: true });
+}
+
+#[test]
+fn an_address_tells_whose_it_is() {
+    let (heap, source) = (Heap::with_extents(2 << 20), Pretended::new(usize::MAX));
+    let mut chance = 1_usize;
+    let mut live = Vec::new();
+    for _ in 0..4000 {
+        chance = chance.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        let pages = 1 + (chance >> 40) % 64;
+        if live.len() > 100 {
+            let (address, pages, is_block) = live.swap_remove((chance >> 20) % live.len());
+            if is_block {
+                heap.free(&source, address).expect("live");
+            } else {
+                let freed = heap.release_extent(&source, address, pages * PIECE);
+                assert_eq!(freed, Ok(true));
+            }
+        }
+        let is_block = chance >> 63 == 0;
+        let new = if is_block {
+            heap.allocate(&source, pages * PIECE, PIECE)
+        } else {
+            heap.allocate_extent(&source, pages * PIECE, PIECE)
+        };
+        live.push((new.expect("room").address, pages, is_block));
+        for (address, pages, is_block) in &live {
+            let wanted = if *is_block { Owner::Block } else { Owner::Extent };
+            assert_eq!(heap.owner_of(*address), wanted);
+            if !is_block {
+                assert_eq!(heap.owner_of(address + pages * PIECE - 1), Owner::Extent);
+            }
+        }
+    }
+    assert_eq!(heap.owner_of(0), Owner::Nobody);
+}
+
+#[test]
+fn little_address_space_makes_smaller_arenas() {
+    let (heap, source) = (Heap::new(PIECE), Pretended::new(256 << 20));
+    heap.allocate(&source, 100 << 20, 1).expect("half, and half again, until it fits");
+    let error = heap.allocate(&source, 300 << 20, 1).expect_err("more than there is");
+    assert_eq!(error.status, Status::NoMemory);
+}
+
+#[test]
+fn absurd_sizes_and_alignments_are_refused() {
+    let (heap, source) = (Heap::new(PIECE), Pretended::new(1 << 40));
+    for bytes in [usize::MAX, usize::MAX / 2, 1 << 62] {
+        let error = heap.allocate(&source, bytes, 1).expect_err("absurd");
+        assert_eq!(error.status, Status::NoMemory);
+    }
+    for align in [0, 3, ALIGN_MAX * 2] {
+        let error = heap.allocate(&source, 1, align).expect_err("no alignment");
+        assert_eq!(error.status, Status::InvalidArgument);
+    }
+    let block = heap.allocate(&source, 1, ALIGN_MAX).expect("the largest alignment");
+    assert!(block.address.is_multiple_of(ALIGN_MAX));
+}
+
+#[test]
+fn what_the_daemon_did_not_forget_is_not_called_zero() {
+    let (heap, source) = (Heap::new(PIECE), Pretended::new(usize::MAX));
+    source.outcome.set(Discarded::Refused);
+    let a = heap.allocate(&source, 100 << 20, 1).expect("room");
+    heap.free(&source, a.address).expect("live");
+    let again = heap.allocate(&source, 100 << 20, 1).expect("room");
+    assert_eq!(again, Allocated { address: a.address, is_zero: false });
+    source.outcome.set(Discarded::Done);
+    heap.free(&source, again.address).expect("live");
+    assert_eq!(source.forgotten.get(), 100 << 20);
+    let zero = heap.allocate(&source, 100 << 20, 1).expect("room");
+    assert_eq!(zero, Allocated { address: a.address, is_zero: true });
+}
+
+#[test]
+fn what_may_still_be_discarded_is_not_given_out() {
+    let (heap, source) = (Heap::new(PIECE), Pretended::new(usize::MAX));
+    let a = heap.allocate(&source, 100 << 20, 1).expect("room");
+    source.outcome.set(Discarded::Unknown);
+    heap.free(&source, a.address).expect("live");
+    let b = heap.allocate(&source, 100 << 20, 1).expect("room");
+    assert_ne!(b.address, a.address);
+    // A later refusal is no answer to the first one.
+    source.outcome.set(Discarded::Refused);
+    heap.free(&source, b.address).expect("live");
+    let c = heap.allocate(&source, 100 << 20, 1).expect("room");
+    assert_eq!(c.address, b.address);
+    source.outcome.set(Discarded::Done);
+    heap.free(&source, c.address).expect("live");
+    assert_eq!(source.forgotten.get(), 200 << 20);
+    let all = heap.allocate(&source, 200 << 20, 1).expect("room");
+    assert_eq!(all, Allocated { address: a.address, is_zero: true });
+}
+
+struct Shared(std::sync::Mutex<usize>);
+
+impl Source for Shared {
+    fn add_arena(&self, bytes: usize) -> Result<usize> {
+        let mut next = self.0.lock().expect("not poisoned");
+        let start = *next;
+        *next += bytes + CHUNK;
+        Ok(start)
+    }
+
+    fn discard(&self, _address: usize, _bytes: usize) -> Discarded {
+        Discarded::Done
+    }
+}
+
+/// Two threads wait for a block without making an arena themselves, one of them asleep most of the
+/// time, so that the maker wakes it up just when the arena can be used.
+#[test]
+fn a_block_is_known_to_be_ours_as_soon_as_it_can_be_had() {
+    for _ in 0..3000 {
+        let (heap, source) = (Heap::new(PIECE), Shared(std::sync::Mutex::new(1 << 40)));
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    let block = loop {
+                        let mut arenas = heap.arenas.enter().expect("not inside");
+                        if let Some(block) = arenas.allocate(1 << 20, 1) {
+                            break block;
+                        }
+                    };
+                    assert!(heap.owns(block.address), "whose is {:#x}?", block.address);
+                });
+            }
+            heap.allocate(&source, 1 << 20, 1).expect("room");
+        });
+    }
+}
+
+#[test]
+fn many_threads_share_one_heap() {
+    let (heap, source) = (Heap::new(PIECE), Shared(std::sync::Mutex::new(1 << 40)));
+    std::thread::scope(|scope| {
+        for thread in 0..4_usize {
+            let (heap, source) = (&heap, &source);
+            scope.spawn(move || {
+                for round in 0..2000_usize {
+                    let bytes = (round * 7919 + thread * 131) % (8 << 20) + 1;
+                    let block = heap.allocate(source, bytes, 1).expect("room");
+                    heap.free(source, block.address).expect("live");
+                }
+            });
+        }
+    });
+    assert_eq!(heap.arenas.enter().expect("not inside").live_bytes(), 0);
+}
