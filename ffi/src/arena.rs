@@ -19,6 +19,10 @@
 //! - a doubtful block is in the list of those, and in no bin; `held` counts the blocks in a caller's hands;
 //! - two neighbours are never both dirty or both clean, and no clean block ends at `top`.
 
+mod claim;
+
+pub use claim::Claim;
+
 use crate::space::{Table, ZeroIsValid};
 use std::io;
 use tiermgr_core::units::low_u32;
@@ -249,14 +253,20 @@ impl Arena {
     /// Frees pages of live blocks, whole ones and parts. False, and nothing is changed, where one of
     /// them is not live.
     pub fn release(&mut self, range: Block, fate: Fate) -> bool {
+        let is_cut = self.cut(range);
+        if is_cut {
+            self.free(range, fate);
+        }
+        is_cut
+    }
+
+    /// Makes pages of live blocks a live block of its own. False, and nothing is changed, where one of them
+    /// is not live.
+    fn cut(&mut self, range: Block) -> bool {
         let Some(end) = range.first.checked_add(range.pages).filter(|&end| end <= self.top) else {
             return false;
         };
-        let mut first = range.first;
-        // The first page of all begins a block.
-        while self.tag(first).state == INSIDE {
-            first -= 1;
-        }
+        let first = self.first_of(range);
         let mut last_end = first;
         while last_end < end {
             let Tag { pages, state, .. } = *self.tag(last_end);
@@ -278,7 +288,6 @@ impl Arena {
             self.write(Block { first: end, pages: last_end - end }, USED);
         }
         self.write(range, USED);
-        self.free(range, fate);
         true
     }
 

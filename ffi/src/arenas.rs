@@ -1,5 +1,6 @@
 //! The arenas of a client together: where a block comes from, and how much freed memory is kept.
 
+pub use crate::arena::Claim;
 use crate::arena::{Arena, Block, Fate, Kind};
 use std::io;
 use std::ops::Range;
@@ -25,6 +26,15 @@ pub struct Allocated {
     pub address: usize,
     /// It reads as zeros.
     pub is_zero: bool,
+}
+
+/// Which free memory a block is cut from first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum First {
+    /// What holds old bytes, since it is there already; then what reads as zeros.
+    Dirty,
+    /// What reads as zeros.
+    Zero,
 }
 
 /// What is known of a range that the daemon was told to forget.
@@ -120,37 +130,104 @@ impl Arenas {
 
     /// A block of at least `bytes` on a multiple of `align`, a power of two. `None`: another arena is
     /// needed.
-    ///
-    /// Dirty memory first, since it is there already; then clean; then such as was never used, from
-    /// the lowest address up.
-    pub fn allocate(&mut self, bytes: usize, align: usize) -> Option<Allocated> {
+    pub fn allocate(&mut self, bytes: usize, align: usize, first: First) -> Option<Allocated> {
         let pages = self.pages_of(bytes)?;
         let align = low_u32(align.div_ceil(self.page_bytes).max(1) as u64);
         let huge = low_u32((HUGE_BYTES / self.page_bytes) as u64);
         let (block, arena, is_zero) = if pages >= huge && align < huge {
-            self.take(pages, huge).or_else(|| self.take(pages, align))?
+            self.take(pages, huge, first).or_else(|| self.take(pages, align, first))?
         } else {
-            self.take(pages, align)?
+            self.take(pages, align, first)?
         };
-        self.live_pages += block.pages as usize;
-        if !is_zero {
-            self.dirty_pages -= block.pages as usize;
-        }
+        self.count_taken(block.pages, !is_zero);
         let address = self.list[arena].as_ref()?.address(block.first);
         Some(Allocated { address, is_zero })
     }
 
-    fn take(&mut self, pages: u32, align: u32) -> Option<(Block, usize, bool)> {
-        for kind in [Kind::Dirty, Kind::Clean] {
-            for (index, arena) in self.list.iter_mut().flatten().enumerate() {
-                if let Some(block) = arena.take(kind, pages, align) {
-                    return Some((block, index, kind == Kind::Clean));
-                }
+    /// From the arenas in their order, and of what was never used the lowest address.
+    fn take(&mut self, pages: u32, align: u32, first: First) -> Option<(Block, usize, bool)> {
+        const FRESH: Option<Kind> = None;
+        let (dirty, clean) = (Some(Kind::Dirty), Some(Kind::Clean));
+        let order = match first {
+            First::Dirty => [dirty, clean, FRESH],
+            First::Zero => [clean, FRESH, dirty],
+        };
+        order.into_iter().find_map(|kind| {
+            let mut arenas = self.list.iter_mut().flatten().enumerate();
+            arenas.find_map(|(index, arena)| {
+                let block = match kind {
+                    Some(kind) => arena.take(kind, pages, align),
+                    None => arena.take_fresh(pages, align),
+                };
+                block.map(|block| (block, index, kind != dirty))
+            })
+        })
+    }
+
+    fn count_taken(&mut self, pages: u32, was_dirty: bool) {
+        self.live_pages += pages as usize;
+        if was_dirty {
+            self.dirty_pages -= pages as usize;
+        }
+    }
+
+    /// Takes back what [`Self::allocate`] has just given, as it was.
+    pub fn put_back(&mut self, block: Allocated, bytes: usize) {
+        let kind = if block.is_zero { Kind::Clean } else { Kind::Dirty };
+        // A live block: this never fails.
+        let _freed = self.release_as(block.address, bytes, Some(Fate::Free(kind))).is_ok();
+    }
+
+    /// Frees pages of live blocks for good: nobody gets them any more.
+    ///
+    /// # Errors
+    /// [`NotLive`], and nothing is changed.
+    pub fn retire(&mut self, address: usize, bytes: usize) -> Result<(), NotLive> {
+        self.release_as(address, bytes, Some(Fate::Retired))
+    }
+
+    /// Takes pages of live blocks, whole ones and parts, to be discarded at once.
+    ///
+    /// # Errors
+    /// [`NotLive`], and nothing is changed.
+    pub fn take_live(&mut self, address: usize, bytes: usize) -> Result<Excess, NotLive> {
+        let pages = self.pages_of(bytes).ok_or(NotLive)?;
+        let is_doubtful = self.fate_of(address, pages) == Fate::Doubtful;
+        let (arena, block) = self.at(address, pages).ok_or(NotLive)?;
+        if !self.list[arena].as_mut().is_some_and(|arena| arena.release_held(block)) {
+            return Err(NotLive);
+        }
+        self.live_pages -= pages as usize;
+        Ok(Excess { arena, block, is_doubtful, address, bytes })
+    }
+
+    /// Whether all pages of a range are free and lie in one arena.
+    #[must_use]
+    pub fn is_free(&self, address: usize, bytes: usize) -> bool {
+        self.pages_of(bytes)
+            .and_then(|pages| self.at(address, pages))
+            .and_then(|(arena, block)| Some(self.list[arena].as_ref()?.is_free(block)))
+            .unwrap_or(false)
+    }
+
+    /// Makes the first pages of a range live, if they are free. Gives for how many of its bytes that is the
+    /// answer; `None` where it does not lie in one arena.
+    pub fn claim(&mut self, address: usize, bytes: usize) -> Option<(usize, Claim)> {
+        let (arena, range) = self.at(address, self.pages_of(bytes)?)?;
+        let (pages, claim) = self.list[arena].as_mut()?.claim(range);
+        let length = pages as usize * self.page_bytes;
+        if let Claim::Taken { is_zero, is_doubtful } = claim {
+            self.count_taken(pages, !is_zero && !is_doubtful);
+            if is_doubtful {
+                self.doubt(address, length);
             }
         }
-        self.list.iter_mut().flatten().enumerate().find_map(|(index, arena)| {
-            arena.take_fresh(pages, align).map(|block| (block, index, true))
-        })
+        Some((length, claim))
+    }
+
+    fn at(&self, address: usize, pages: u32) -> Option<(usize, Block)> {
+        let mut arenas = self.list.iter().flatten().enumerate();
+        arenas.find_map(|(index, arena)| Some((index, arena.range(address, pages)?)))
     }
 
     /// Frees the block at `address`.
@@ -212,10 +289,8 @@ impl Arenas {
     ) -> Result<(), NotLive> {
         let pages = self.pages_of(bytes).ok_or(NotLive)?;
         let fate = fate.unwrap_or_else(|| self.fate_of(address, pages));
-        let freed = self.list.iter_mut().flatten().any(|arena| {
-            arena.range(address, pages).is_some_and(|range| arena.release(range, fate))
-        });
-        if !freed {
+        let (arena, range) = self.at(address, pages).ok_or(NotLive)?;
+        if !self.list[arena].as_mut().is_some_and(|arena| arena.release(range, fate)) {
             return Err(NotLive);
         }
         self.count_freed(pages, fate);

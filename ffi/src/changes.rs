@@ -27,7 +27,7 @@ pub const KEYED: Flags = 8;
 pub const UNSURE: Flags = 16;
 /// It is locked.
 pub const LOCKED: Flags = 32;
-/// The program has unmapped it. It is held without access, so that nobody else gets the address.
+/// The program has unmapped it. It has no access, and is nobody's, or a part of a block that is not freed yet.
 pub const UNMAPPED: Flags = 64;
 /// Something is mapped there that is not ours.
 pub const REPLACED: Flags = 128;
@@ -37,6 +37,8 @@ pub const GUARDED: Flags = 256;
 pub const WIPED: Flags = 512;
 /// A forked child does not get it.
 pub const NOT_FORKED: Flags = 1024;
+/// It belongs to a mapping that the program made: it is no block's.
+pub const MAPPED: Flags = 2048;
 /// All that tells of protection.
 pub const PROTECTION: Flags = NO_READ | NO_WRITE | EXEC | KEYED | UNSURE;
 
@@ -138,7 +140,7 @@ impl Heap {
             .map(|bounds| bounds.start.load(Ordering::Relaxed)..bounds.end.load(Ordering::Relaxed))
     }
 
-    fn bounds_of(&self, address: usize) -> Option<(usize, Range<usize>)> {
+    pub(crate) fn bounds_of(&self, address: usize) -> Option<(usize, Range<usize>)> {
         self.all_bounds().enumerate().find(|(_, bounds)| bounds.contains(&address))
     }
 
@@ -241,6 +243,10 @@ mod tests {
 
         fn discard(&self, _address: usize, _bytes: usize) -> Discarded {
             Discarded::Done
+        }
+
+        fn open(&self, _range: &Range<usize>) -> io::Result<()> {
+            Ok(())
         }
     }
 

@@ -1,5 +1,7 @@
 //! A client: one connection, its regions, and a heap of its own.
 
+mod mapping;
+
 use crate::arenas::{Allocated, NotLive};
 use crate::fork;
 use crate::heap::{Discarded, Heap, Source};
@@ -8,6 +10,8 @@ use crate::lock::{Entered, Guarded};
 use crate::sandbox::{self, Deed};
 use crate::space::{CHUNK, Locking, Reserved, page_bytes};
 use crate::status::{Error, Result, Status};
+use std::io;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::Duration;
 use tiermgr_sys::process::monotonic_ns;
@@ -500,14 +504,30 @@ impl Source for Client {
     }
 
     fn discard(&self, address: usize, bytes: usize) -> Discarded {
-        let message = ToDaemon::Discard { start: address as u64, len: bytes as u64 };
         // Another thread may be waiting there for a device.
-        let Some(mut connected) = self.connected.try_enter() else { return Discarded::Refused };
-        match done(connected.link.request(&message, Patience::Brief)) {
-            Ok(()) => Discarded::Done,
-            Err(failed) if failed.may_happen => Discarded::Unknown,
-            Err(_) => Discarded::Refused,
+        match self.connected.try_enter() {
+            Some(connected) => tell_to_discard(connected, address, bytes),
+            None => Discarded::Refused,
         }
+    }
+
+    fn open(&self, range: &Range<usize>) -> io::Result<()> {
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: memory of the heap that is in nobody's hands but this thread's.
+        unsafe { tiermgr_sys::memory::protect(range.start, range.len(), access) }
+    }
+}
+
+fn tell_to_discard(
+    mut connected: Entered<'_, Connected>,
+    address: usize,
+    bytes: usize,
+) -> Discarded {
+    let message = ToDaemon::Discard { start: address as u64, len: bytes as u64 };
+    match done(connected.link.request(&message, Patience::Brief)) {
+        Ok(()) => Discarded::Done,
+        Err(failed) if failed.may_happen => Discarded::Unknown,
+        Err(_) => Discarded::Refused,
     }
 }
 

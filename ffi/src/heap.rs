@@ -3,18 +3,22 @@
 //! The lock is never held across a message: other threads go on allocating meanwhile. The question
 //! that `free` of every block asks, "is this address ours?", is answered without a lock.
 
+mod mapping;
+
 pub use crate::arenas::Discarded;
-use crate::arenas::{ARENAS_MAX, Allocated, Arenas, NotLive};
-use crate::changes::Changes;
+use crate::arenas::{ARENAS_MAX, Allocated, Arenas, First, NotLive};
+use crate::changes::{Changes, UNMAPPED};
 use crate::lock::{Entered, Guarded};
 use crate::space::{CHUNK, Table, ZeroIsValid, page_bytes};
 use crate::status::{Error, Result, Status};
+use std::io;
+use std::ops::Range;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use tiermgr_core::units::low_u32;
 
 /// First arena. Address space costs nothing, and fewer arenas mean fewer messages.
-const ARENA_BYTES_FIRST: usize = 4 << 30;
+pub const ARENA_BYTES_FIRST: usize = 4 << 30;
 const ARENA_BYTES_MAX: usize = 64 << 30;
 /// Below this a process with little address space gets just what it asks for.
 const ARENA_BYTES_MIN: usize = 64 << 20;
@@ -33,14 +37,21 @@ pub trait Source {
 
     /// Makes a range read as zeros and cost nothing. `free` waits for this: no longer than a moment.
     fn discard(&self, address: usize, bytes: usize) -> Discarded;
+
+    /// Gives access again to a range that a program had unmapped.
+    ///
+    /// # Errors
+    /// `ENOMEM` where the process has as many mappings as it may have.
+    fn open(&self, range: &Range<usize>) -> io::Result<()>;
 }
 
 #[derive(Debug)]
 pub(crate) struct Bounds {
     pub(crate) start: AtomicUsize,
     pub(crate) end: AtomicUsize,
-    /// One bit for each page, in a heap with extents: a block of [`Heap::allocate`] begins there.
-    first_pages: OnceLock<&'static [AtomicU64]>,
+    /// One bit for each page, in a heap with extents: a block of [`Heap::allocate`] begins there, or a
+    /// mapping has it.
+    not_extents: OnceLock<&'static [AtomicU64]>,
 }
 
 /// Whose an address is.
@@ -48,7 +59,8 @@ pub(crate) struct Bounds {
 pub enum Owner {
     /// It lies in no arena.
     Nobody,
-    /// It is the first byte of a block of [`Heap::allocate`], or lies in one of a heap without extents.
+    /// It is the first byte of a block of [`Heap::allocate`], or lies in one of a heap without extents; or it
+    /// lies in a mapping of the program's, which is no block, and no extent either.
     Block,
     /// It lies in an extent.
     Extent,
@@ -65,6 +77,10 @@ pub struct Heap {
     pub(crate) bounds_len: AtomicUsize,
     has_extents: bool,
     pub(crate) changes: Changes,
+    /// In mappings of the program's.
+    mapped_bytes: AtomicUsize,
+    /// There has been one.
+    has_mappings: AtomicBool,
 }
 
 // SAFETY: the bits of an integer.
@@ -82,12 +98,14 @@ impl Heap {
                 Bounds {
                     start: AtomicUsize::new(0),
                     end: AtomicUsize::new(0),
-                    first_pages: OnceLock::new(),
+                    not_extents: OnceLock::new(),
                 }
             }; ARENAS_MAX],
             bounds_len: AtomicUsize::new(0),
             has_extents: false,
             changes: Changes::new(),
+            mapped_bytes: AtomicUsize::new(0),
+            has_mappings: AtomicBool::new(false),
         }
     }
 
@@ -120,7 +138,13 @@ impl Heap {
         if !self.has_extents {
             return Owner::Block;
         }
-        match self.first_page(arena, address) {
+        // Small blocks begin anywhere: where there are no mappings, only the first bytes of pages can be
+        // anything but theirs.
+        let is_first = address.is_multiple_of(page_bytes());
+        if !is_first && !self.has_mappings.load(Ordering::Relaxed) {
+            return Owner::Extent;
+        }
+        match self.bit_of(arena, address) {
             // Whoever has this address got it after the bit was changed for it, and nobody changes that
             // bit again before it is given back.
             Some((bits, mask)) if bits.load(Ordering::Relaxed) & mask != 0 => Owner::Block,
@@ -128,19 +152,18 @@ impl Heap {
         }
     }
 
-    /// The word and the bit of the page that begins at `address`.
-    fn first_page(&self, arena: usize, address: usize) -> Option<(&'static AtomicU64, u64)> {
+    /// The word and the bit of the page in which `address` lies.
+    fn bit_of(&self, arena: usize, address: usize) -> Option<(&'static AtomicU64, u64)> {
         let bounds = &self.bounds[arena];
-        let offset = address - bounds.start.load(Ordering::Relaxed);
-        let page = offset / page_bytes();
-        let word = bounds.first_pages.get()?.get(page / 64)?;
-        offset.is_multiple_of(page_bytes()).then_some((word, 1 << (page % 64)))
+        let page = (address - bounds.start.load(Ordering::Relaxed)) / page_bytes();
+        let word = bounds.not_extents.get()?.get(page / 64)?;
+        Some((word, 1 << (page % 64)))
     }
 
     fn set_owner(&self, address: usize, is_block: bool) {
         if self.has_extents
             && let Some((bits, mask)) =
-                self.arena_of(address).and_then(|arena| self.first_page(arena, address))
+                self.arena_of(address).and_then(|arena| self.bit_of(arena, address))
         {
             if is_block {
                 bits.fetch_or(mask, Ordering::Relaxed);
@@ -157,7 +180,7 @@ impl Heap {
     /// where the size is absurd; `Internal` where this thread is inside the heap already; and what
     /// [`Source`] gives.
     pub fn allocate(&self, source: &impl Source, bytes: usize, align: usize) -> Result<Allocated> {
-        let block = self.take(source, bytes, align)?;
+        let block = self.take(source, bytes, align, First::Dirty)?;
         self.set_owner(block.address, true);
         Ok(block)
     }
@@ -172,10 +195,16 @@ impl Heap {
         bytes: usize,
         align: usize,
     ) -> Result<Allocated> {
-        self.take(source, bytes, align)
+        self.take(source, bytes, align, First::Dirty)
     }
 
-    fn take(&self, source: &impl Source, bytes: usize, align: usize) -> Result<Allocated> {
+    fn take(
+        &self,
+        source: &impl Source,
+        bytes: usize,
+        align: usize,
+        first: First,
+    ) -> Result<Allocated> {
         if !align.is_power_of_two() || align > ALIGN_MAX {
             return Err(Error::new(
                 Status::InvalidArgument,
@@ -185,17 +214,41 @@ impl Heap {
         if bytes > isize::MAX.unsigned_abs() - 2 * ALIGN_MAX {
             return Err(Error::new(Status::NoMemory, "more bytes than there are addresses"));
         }
-        loop {
-            if let Some(block) = self.arenas.enter().ok_or_else(inside)?.allocate(bytes, align) {
-                return Ok(block);
+        let allocate = || -> Result<Option<Allocated>> {
+            Ok(self.arenas.enter().ok_or_else(inside)?.allocate(bytes, align, first))
+        };
+        let block = loop {
+            if let Some(block) = allocate()? {
+                break block;
             }
             let mut growth = self.growth.enter().ok_or_else(inside)?;
             // Another thread may have made an arena while this one waited.
-            if let Some(block) = self.arenas.enter().ok_or_else(inside)?.allocate(bytes, align) {
-                return Ok(block);
+            if let Some(block) = allocate()? {
+                break block;
             }
             self.grow(source, bytes, align, &mut growth)?;
+        };
+        let range = block.address..block.address + bytes.next_multiple_of(page_bytes());
+        match self.open(source, &range) {
+            Ok(()) => Ok(block),
+            Err(error) => {
+                self.arenas.enter().ok_or_else(inside)?.put_back(block, bytes);
+                Err(Error::system("opening memory that was unmapped", &error))
+            }
         }
+    }
+
+    /// Gives access again to what of a range, which is this thread's alone, had been unmapped.
+    fn open(&self, source: &impl Source, range: &Range<usize>) -> io::Result<()> {
+        if self.is_unchanged(range.start) {
+            return Ok(());
+        }
+        let unmapped = |flags| flags & UNMAPPED != 0;
+        for run in self.runs(range.clone(), unmapped).filter(|run| run.kind) {
+            source.open(&run.range)?;
+            self.change(run.range, 0, UNMAPPED)?;
+        }
+        Ok(())
     }
 
     /// Frees the block at `address`. Pages of it that are changed still ([`Heap::change`]) are nobody's
@@ -206,6 +259,9 @@ impl Heap {
     pub fn free(&self, source: &impl Source, address: usize) -> std::result::Result<(), NotLive> {
         // A thread that is inside already came here from a signal handler; its block is lost.
         let Some(mut arenas) = self.arenas.enter() else { return Ok(()) };
+        if self.is_mapped(address) {
+            return Err(NotLive);
+        }
         arenas.free_but(address, |at, end| self.changed_run(at, end))?;
         // While the lock is held: nobody has got these pages anew.
         self.set_owner(address, false);
@@ -290,7 +346,8 @@ impl Heap {
     /// # Errors
     /// [`NotLive`].
     pub fn usable_bytes(&self, address: usize) -> std::result::Result<usize, NotLive> {
-        self.arenas.enter().ok_or(NotLive)?.usable_bytes(address)
+        let arenas = self.arenas.enter().ok_or(NotLive)?;
+        if self.is_mapped(address) { Err(NotLive) } else { arenas.usable_bytes(address) }
     }
 
     /// Makes a block hold `bytes` where it stands; false if something is in the way.
@@ -299,7 +356,15 @@ impl Heap {
     /// [`NotLive`].
     pub fn resize(&self, address: usize, bytes: usize) -> std::result::Result<bool, NotLive> {
         let Some(mut arenas) = self.arenas.enter() else { return Ok(false) };
+        if self.is_mapped(address) {
+            return Err(NotLive);
+        }
         let end = address + arenas.usable_bytes(address)?;
+        let wanted = address.saturating_add(bytes);
+        // What was unmapped would have to be opened first.
+        if wanted > end && self.changed_run(end, wanted) != (wanted, false) {
+            return Ok(false);
+        }
         // A part that the program has changed stays with the whole: it is put right when that is freed.
         if bytes < end - address
             && let rest = (address + bytes).next_multiple_of(page_bytes())
@@ -372,7 +437,7 @@ impl Heap {
         // While the lock is held: whoever gets a block of this arena must find it to be ours when it
         // frees it a moment later.
         if let Some(first_pages) = first_pages {
-            self.bounds[index].first_pages.get_or_init(|| first_pages);
+            self.bounds[index].not_extents.get_or_init(|| first_pages);
         }
         self.bounds[index].start.store(start, Ordering::Relaxed);
         self.bounds[index].end.store(start + wanted, Ordering::Relaxed);

@@ -56,6 +56,77 @@ fn release_some(
     assert_eq!(arenas.release(address + lead, end - lead), Err(NotLive), "freed twice");
 }
 
+/// Takes a part of a block, to be discarded, as `munmap` does.
+fn take_some(
+    arenas: &mut Arenas,
+    model: &mut BTreeMap<usize, usize>,
+    chance: &mut Chance,
+    address: usize,
+) -> Excess {
+    let bytes = model[&address];
+    let lead = chance.below(bytes / PAGE) * PAGE;
+    let length = PAGE + chance.below((bytes - lead) / PAGE) * PAGE;
+    let piece = arenas.take_live(address + lead, length).expect("live");
+    assert!(arenas.take_live(address + lead, length).is_err(), "taken twice");
+    model.remove(&address);
+    model.extend((lead > 0).then_some((address, lead)));
+    let end = lead + length;
+    model.extend((end < bytes).then_some((address + end, bytes - end)));
+    piece
+}
+
+/// Claims whatever is free around an address, as `mmap` at a certain place does.
+fn claim_some(
+    arenas: &mut Arenas,
+    model: &mut BTreeMap<usize, usize>,
+    doubtful: &mut BTreeMap<usize, usize>,
+    held: &[Excess],
+    chance: &mut Chance,
+) {
+    let base = if chance.below(2) == 0 { 1 << 30 } else { 3 << 30 };
+    let mut at = base + chance.below(16 << 20) / PAGE * PAGE;
+    let end = at + PAGE + chance.below(4 << 20) / PAGE * PAGE;
+    let was_free = arenas.is_free(at, end - at);
+    let overlaps =
+        |start: usize, bytes: usize, at: usize, until: usize| start < until && at < start + bytes;
+    while at < end {
+        let (bytes, claim) = arenas.claim(at, end - at).expect("in an arena");
+        let until = at + bytes;
+        assert!(bytes > 0 && until <= end);
+        let is_live = model.iter().any(|(&start, &length)| overlaps(start, length, at, until));
+        let is_held = held.iter().any(|piece| overlaps(piece.address, piece.bytes, at, until));
+        match claim {
+            Claim::Live => assert!(is_live && !was_free),
+            Claim::Busy => assert!(is_held && !was_free),
+            Claim::Taken { is_doubtful, .. } => {
+                assert!(!is_live && !is_held);
+                assert!(!(is_doubtful && was_free));
+                let in_doubt =
+                    doubtful.iter().any(|(&start, &length)| overlaps(start, length, at, until));
+                assert!(is_doubtful || !in_doubt, "a doubt is forgotten");
+                model.insert(at, bytes);
+                if is_doubtful {
+                    // Its owner discards it before it uses it.
+                    arenas.settle(at, bytes);
+                    cut_out(doubtful, at..until);
+                }
+            }
+        }
+        at = until;
+    }
+}
+
+fn cut_out(ranges: &mut BTreeMap<usize, usize>, hole: Range<usize>) {
+    for (start, bytes) in std::mem::take(ranges) {
+        let end = start + bytes;
+        for part in [start..end.min(hole.start), start.max(hole.end)..end] {
+            if part.start < part.end {
+                ranges.insert(part.start, part.len());
+            }
+        }
+    }
+}
+
 /// Allocations, frees, resizes and discards in any order against a map of what is live.
 fn run(seed: u64, piece: u32) {
     let mut chance = Chance(seed | 1);
@@ -66,12 +137,19 @@ fn run(seed: u64, piece: u32) {
     let mut doubtful = BTreeMap::new();
     let mut held: Vec<Excess> = Vec::new();
     for step in 0..3000 {
-        match chance.below(10) {
+        match chance.below(12) {
+            9 => {
+                let any = model.keys().nth(chance.below(model.len().max(1))).copied();
+                held.extend(any.map(|any| take_some(&mut arenas, &mut model, &mut chance, any)));
+            }
+            10 => claim_some(&mut arenas, &mut model, &mut doubtful, &held, &mut chance),
             0..4 => {
                 let magnitude = 12 + chance.below(12);
                 let bytes = 1 + chance.below(1 << magnitude);
                 let align = PAGE << chance.below(12);
-                if let Some(new) = arenas.allocate(bytes, align) {
+                if let Some(new) =
+                    arenas.allocate(bytes, align, [First::Dirty, First::Zero][chance.below(2)])
+                {
                     let bytes = bytes.next_multiple_of(PAGE);
                     assert!(new.address.is_multiple_of(align));
                     assert_free(&model, new.address, bytes);
@@ -122,13 +200,16 @@ fn run(seed: u64, piece: u32) {
                         doubtful.retain(|address, _| !pages.contains(address));
                     }
                 } else if chance.below(2) == 0 {
-                    held.extend(arenas.take_excess());
+                    let excess = arenas.take_excess();
+                    if let Some(excess) = &excess {
+                        assert!(excess.address.is_multiple_of(piece as usize * PAGE));
+                        assert!(excess.bytes.is_multiple_of(piece as usize * PAGE));
+                    }
+                    held.extend(excess);
                 } else {
                     held.extend(arenas.take_doubtful());
                 }
                 for excess in &held {
-                    assert!(excess.address.is_multiple_of(piece as usize * PAGE));
-                    assert!(excess.bytes.is_multiple_of(piece as usize * PAGE));
                     assert_free(&model, excess.address, excess.bytes);
                 }
             }
@@ -159,8 +240,9 @@ fn agrees_with_a_model() {
 fn freed_memory_is_kept_up_to_a_limit() {
     let mut arenas = Arenas::new(PAGE, 1);
     arenas.add(1 << 30, 1 << 30).expect("tables");
-    let blocks: Vec<_> =
-        (0..3).map(|_| arenas.allocate(40 << 20, PAGE).expect("room").address).collect();
+    let blocks: Vec<_> = (0..3)
+        .map(|_| arenas.allocate(40 << 20, PAGE, First::Dirty).expect("room").address)
+        .collect();
     arenas.free(blocks[0]).expect("live");
     assert!(arenas.take_excess().is_none());
     arenas.free(blocks[2]).expect("live");
@@ -169,43 +251,43 @@ fn freed_memory_is_kept_up_to_a_limit() {
     assert!(arenas.take_excess().is_none());
     arenas.give_back(&excess, Discarded::Done);
 
-    let dirty = arenas.allocate(40 << 20, PAGE).expect("room");
+    let dirty = arenas.allocate(40 << 20, PAGE, First::Dirty).expect("room");
     assert_eq!(dirty, Allocated { address: blocks[2], is_zero: false });
-    let clean = arenas.allocate(40 << 20, PAGE).expect("room");
+    let clean = arenas.allocate(40 << 20, PAGE, First::Dirty).expect("room");
     assert_eq!(clean, Allocated { address: blocks[0], is_zero: true });
 }
 
 #[test]
 fn what_does_not_fit_is_not_given() {
     let mut arenas = Arenas::new(PAGE, 1);
-    assert_eq!(arenas.allocate(1, PAGE), None);
+    assert_eq!(arenas.allocate(1, PAGE, First::Dirty), None);
     arenas.add(1 << 30, 2 << 20).expect("tables");
-    assert_eq!(arenas.allocate((2 << 20) + 1, PAGE), None);
-    assert_eq!(arenas.allocate(usize::MAX, PAGE), None);
-    assert!(arenas.allocate(2 << 20, PAGE).is_some());
+    assert_eq!(arenas.allocate((2 << 20) + 1, PAGE, First::Dirty), None);
+    assert_eq!(arenas.allocate(usize::MAX, PAGE, First::Dirty), None);
+    assert!(arenas.allocate(2 << 20, PAGE, First::Dirty).is_some());
 }
 
 #[test]
 fn what_a_discard_may_still_reach_is_not_given_out() {
     let mut arenas = Arenas::new(PAGE, 1);
     arenas.add(1 << 30, 8 << 20).expect("tables");
-    let block = arenas.allocate(4 << 20, PAGE).expect("room").address;
-    let beside = arenas.allocate(4 << 20, PAGE).expect("room").address;
+    let block = arenas.allocate(4 << 20, PAGE, First::Dirty).expect("room").address;
+    let beside = arenas.allocate(4 << 20, PAGE, First::Dirty).expect("room").address;
     arenas.doubt(block + PAGE, PAGE);
     assert_eq!(arenas.resize(block, 1 << 20), Ok(true));
     assert_eq!(arenas.usable_bytes(block), Ok(4 << 20), "its end stays with it");
     arenas.free(block).expect("live");
     for outcome in [Discarded::Unknown, Discarded::Refused] {
-        assert_eq!(arenas.allocate(PAGE, PAGE), None, "before {outcome:?}");
+        assert_eq!(arenas.allocate(PAGE, PAGE, First::Dirty), None, "before {outcome:?}");
         let piece = arenas.take_doubtful().expect("the block");
         assert_eq!((piece.address, piece.bytes, piece.is_doubtful()), (block, 4 << 20, true));
         arenas.give_back(&piece, outcome);
     }
     assert_eq!(arenas.resize(beside, 5 << 20), Ok(false));
-    assert_eq!(arenas.allocate(PAGE, PAGE), None);
+    assert_eq!(arenas.allocate(PAGE, PAGE, First::Dirty), None);
     let piece = arenas.take_doubtful().expect("the block");
     arenas.give_back(&piece, Discarded::Done);
-    let again = arenas.allocate(4 << 20, PAGE);
+    let again = arenas.allocate(4 << 20, PAGE, First::Dirty);
     assert_eq!(again, Some(Allocated { address: block, is_zero: true }));
     arenas.free(block).expect("live");
     assert!(arenas.take_doubtful().is_none(), "the doubt is settled");
@@ -215,8 +297,8 @@ fn what_a_discard_may_still_reach_is_not_given_out() {
 fn a_child_starts_without_doubts() {
     let mut arenas = Arenas::new(PAGE, 1);
     arenas.add(1 << 30, 128 << 20).expect("tables");
-    let [first, second] =
-        [80 << 20, 48 << 20].map(|bytes| arenas.allocate(bytes, PAGE).expect("room").address);
+    let [first, second] = [80 << 20, 48 << 20]
+        .map(|bytes| arenas.allocate(bytes, PAGE, First::Dirty).expect("room").address);
     arenas.doubt(second, PAGE);
     arenas.free(first).expect("live");
     let held = arenas.take_excess().expect("80 MiB are more than 64 MiB");
@@ -225,7 +307,7 @@ fn a_child_starts_without_doubts() {
     check(&arenas, &BTreeMap::new());
     arenas.give_back(&held, Discarded::Refused);
     check(&arenas, &BTreeMap::new());
-    let all = arenas.allocate(128 << 20, PAGE);
+    let all = arenas.allocate(128 << 20, PAGE, First::Dirty);
     assert_eq!(all, Some(Allocated { address: first, is_zero: false }));
 }
 
@@ -234,7 +316,7 @@ fn doubts_are_few_and_none_is_forgotten() {
     let mut arenas = Arenas::new(PAGE, 1);
     arenas.add(1 << 30, 1 << 30).expect("tables");
     let blocks: Vec<_> = (0..3 * DOUBTS_MAX)
-        .map(|_| arenas.allocate(1 << 20, PAGE).expect("room").address)
+        .map(|_| arenas.allocate(1 << 20, PAGE, First::Dirty).expect("room").address)
         .collect();
     for block in &blocks {
         arenas.doubt(*block, PAGE);

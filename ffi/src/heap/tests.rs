@@ -1,4 +1,5 @@
 use super::*;
+use crate::arenas::Claim;
 use std::cell::Cell;
 
 const PIECE: usize = 4096;
@@ -9,6 +10,8 @@ struct Pretended {
     largest: usize,
     outcome: Cell<Discarded>,
     forgotten: Cell<usize>,
+    opens: Cell<bool>,
+    opened: Cell<usize>,
 }
 
 impl Pretended {
@@ -18,6 +21,8 @@ impl Pretended {
             largest,
             outcome: Cell::new(Discarded::Done),
             forgotten: Cell::new(0),
+            opens: Cell::new(true),
+            opened: Cell::new(0),
         }
     }
 }
@@ -38,6 +43,11 @@ impl Source for Pretended {
             self.forgotten.set(self.forgotten.get() + bytes);
         }
         self.outcome.get()
+    }
+
+    fn open(&self, range: &Range<usize>) -> io::Result<()> {
+        self.opened.set(self.opened.get() + range.len());
+        if self.opens.get() { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::ENOMEM)) }
     }
 }
 
@@ -198,6 +208,10 @@ impl Source for Shared {
     fn discard(&self, _address: usize, _bytes: usize) -> Discarded {
         Discarded::Done
     }
+
+    fn open(&self, _range: &Range<usize>) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// Two threads wait for a block without making an arena themselves, one of them asleep most of the
@@ -211,7 +225,7 @@ fn a_block_is_known_to_be_ours_as_soon_as_it_can_be_had() {
                 scope.spawn(|| {
                     let block = loop {
                         let mut arenas = heap.arenas.enter().expect("not inside");
-                        if let Some(block) = arenas.allocate(1 << 20, 1) {
+                        if let Some(block) = arenas.allocate(1 << 20, 1, First::Dirty) {
                             break block;
                         }
                     };
@@ -239,4 +253,103 @@ fn many_threads_share_one_heap() {
         }
     });
     assert_eq!(heap.arenas.enter().expect("not inside").live_bytes(), 0);
+}
+
+const PAGES: usize = 512;
+const BYTES: usize = PAGES * PIECE;
+
+fn range_of(block: Allocated) -> Range<usize> {
+    block.address..block.address + BYTES
+}
+
+#[test]
+fn a_mapping_is_no_block_and_no_extent() {
+    for heap in [Heap::new(PIECE), Heap::with_extents(PIECE)] {
+        let source = Pretended::new(usize::MAX);
+        let mapping = range_of(heap.map(&source, BYTES, 1).expect("room"));
+        assert_eq!(heap.mapped_bytes(), BYTES);
+        for address in [mapping.start, mapping.start + 5, mapping.end - PIECE, mapping.end - 1] {
+            assert!(heap.is_mapped(address));
+            assert_eq!(heap.owner_of(address), Owner::Block);
+            assert_eq!(heap.usable_bytes(address), Err(NotLive));
+            assert_eq!(heap.resize(address, 2 * BYTES), Err(NotLive));
+            assert_eq!(heap.free(&source, address), Err(NotLive));
+        }
+        heap.unmap(&mapping, || Discarded::Done);
+        assert!(!heap.is_mapped(mapping.start));
+        assert_eq!((heap.mapped_bytes(), heap.live_bytes()), (0, 0));
+        let extent = heap.allocate_extent(&source, BYTES, 1).expect("room");
+        assert_eq!(range_of(extent), mapping);
+        assert_ne!(heap.owner_of(extent.address + 5), Owner::Nobody);
+        assert_eq!(heap.owner_of(extent.address + 5) == Owner::Extent, heap.has_extents);
+    }
+}
+
+#[test]
+fn what_was_unmapped_is_opened_for_whoever_gets_it_next() {
+    let (heap, source) = (Heap::new(PIECE), Pretended::new(usize::MAX));
+    let mapping = range_of(heap.map(&source, BYTES, 1).expect("room"));
+    let middle = mapping.start + 10 * PIECE..mapping.start + 20 * PIECE;
+    heap.unmap(&middle, || Discarded::Done);
+    assert_eq!(source.opened.get(), 0);
+    source.opens.set(false);
+    let error = heap.allocate(&source, 8 * PIECE, 1).expect_err("it cannot be opened");
+    assert_eq!(error.status, Status::NoMemory);
+    let error = heap.map_at(&source, &middle).expect_err("neither can it for a mapping");
+    assert_eq!(error.status, Status::NoMemory);
+    source.opens.set(true);
+    source.opened.set(0);
+    let block = heap.allocate(&source, 8 * PIECE, 1).expect("room");
+    assert_eq!((block.address, source.opened.get()), (middle.start, 8 * PIECE));
+    assert_eq!(heap.resize(block.address, 10 * PIECE), Ok(false), "its end is closed still");
+    heap.free(&source, block.address).expect("live");
+    let again = heap.allocate(&source, 8 * PIECE, 1).expect("room");
+    assert_eq!((again.address, source.opened.get()), (middle.start, 8 * PIECE), "open already");
+}
+
+#[test]
+fn a_mapping_gets_zeros_before_old_bytes_and_a_place_if_that_is_free() {
+    let (heap, source) = (Heap::new(PIECE), Pretended::new(usize::MAX));
+    let old = heap.allocate(&source, BYTES, 1).expect("room").address;
+    heap.free(&source, old).expect("live");
+    let mapping = heap.map(&source, BYTES, 1).expect("room");
+    assert!(mapping.is_zero && mapping.address != old);
+    assert_eq!(heap.map_at(&source, &(old..old + BYTES)).expect("room"), Some(false));
+    assert_eq!(heap.map_at(&source, &(old..old + BYTES)).expect("room"), None, "taken");
+    let behind = mapping.address + BYTES..mapping.address + 3 * BYTES;
+    assert_eq!(heap.map_at(&source, &behind).expect("room"), Some(true));
+    let outside = behind.start..behind.start + (64 << 30);
+    assert_eq!(heap.map_at(&source, &outside).expect("room"), None);
+    // All that lies side by side can be given up at once.
+    heap.unmap(&(old..behind.end), || Discarded::Done);
+    assert_eq!((heap.mapped_bytes(), heap.live_bytes()), (0, 0));
+}
+
+#[test]
+fn what_is_unmapped_twice_is_not_taken_from_its_next_owner() {
+    let (heap, source) = (Heap::new(PIECE), Pretended::new(usize::MAX));
+    let mapping = range_of(heap.map(&source, BYTES, 1).expect("room"));
+    heap.unmap(&mapping, || Discarded::Done);
+    let block = heap.allocate(&source, BYTES, 1).expect("room");
+    assert_eq!(block.address, mapping.start);
+    heap.unmap(&mapping, || panic!("it is a block's"));
+    assert_eq!(heap.usable_bytes(block.address), Ok(BYTES));
+}
+
+#[test]
+fn an_unmapped_page_that_may_still_be_discarded_is_claimed_only_to_be_discarded_anew() {
+    let (heap, source) = (Heap::new(PIECE), Pretended::new(usize::MAX));
+    let mapping = range_of(heap.map(&source, BYTES, 1).expect("room"));
+    heap.unmap(&mapping, || Discarded::Unknown);
+    assert_eq!(heap.map_at(&source, &mapping).expect("room"), None);
+    let half = mapping.start..mapping.start + BYTES / 2;
+    let doubtful = Claim::Taken { is_zero: false, is_doubtful: true };
+    assert_eq!(heap.claim(&half).expect("room"), (BYTES / 2, doubtful));
+    // Its owner could not discard it.
+    heap.unmap(&half, || Discarded::Refused);
+    assert_eq!(heap.claim(&half).expect("room"), (BYTES / 2, doubtful), "the doubt stays");
+    heap.settle(half.start, half.len());
+    heap.unmap(&half, || Discarded::Refused);
+    let old = Claim::Taken { is_zero: false, is_doubtful: false };
+    assert_eq!(heap.claim(&mapping).expect("room"), (BYTES / 2, old));
 }

@@ -5,6 +5,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::ptr::NonNull;
+use syscalls::{Sysno, raw};
 
 /// Ranges in one call of [`read_memory`] at most.
 pub const RANGES_MAX: usize = 64;
@@ -142,6 +143,25 @@ impl Pagemap {
             }
         }
         Ok(done / 8)
+    }
+}
+
+/// Changes the protection of memory of this process. The system call itself: a library that stands in front of
+/// libc's function calls this.
+///
+/// # Safety
+/// mprotect(2): whoever uses the range must be ready for it.
+///
+/// # Errors
+/// Of mprotect; ENOMEM also where the process has as many mappings as it may have.
+pub unsafe fn protect(address: usize, bytes: usize, access: i32) -> io::Result<()> {
+    let access = usize::try_from(access).map_err(io::Error::other)?;
+    // SAFETY: by contract.
+    let result = unsafe { raw::syscall3(Sysno::mprotect as usize, address, bytes, access) };
+    match i32::try_from(result.cast_signed()) {
+        Ok(0) => Ok(()),
+        Ok(error) => Err(io::Error::from_raw_os_error(-error)),
+        Err(_) => Err(io::Error::from_raw_os_error(libc::EINVAL)),
     }
 }
 
