@@ -1,4 +1,5 @@
-/* System calls by which a program changes its memory, on a part of a malloc'ed block. STATE says where its
+/* System calls by which a program changes its memory, on a part of a malloc'ed block, or with MAPPED of a
+ * mapping of its own. STATE says where its
  * bytes are when the call comes: "native" (nothing is armed yet), "resident" or "parked". Without the preload
  * library the same table states what Linux does. ONLY names some of its rows, as "|munmap|mremap|". Every byte
  * is looked at after each call, and after the block was freed its next owner must find memory as malloc gives
@@ -91,9 +92,30 @@ static void to_state(void) {
         FAIL("%s: only %zu of %zu pages are away", current, away, BLOCK / PAGE);
 }
 
+static bool is_mapped;
+
+static unsigned char *get_block(void) {
+    unsigned char *got;
+    if (is_mapped) {
+        got = mmap(NULL, BLOCK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        CHECK(got != MAP_FAILED);
+        verify_zero(got, BLOCK, current);
+    } else {
+        got = aligned_alloc(PAGE, BLOCK);
+    }
+    CHECK(got && (uintptr_t)got % PAGE == 0);
+    return got;
+}
+
+static void put_block(unsigned char *got) {
+    if (is_mapped)
+        CHECK(munmap(got, BLOCK) == 0);
+    else
+        free(got);
+}
+
 static void begin(void) {
-    block = aligned_alloc(PAGE, BLOCK);
-    CHECK(block && (uintptr_t)block % PAGE == 0);
+    block = get_block();
     part = block + FROM;
     fill(block, BLOCK, SEED);
     to_state();
@@ -136,18 +158,17 @@ static size_t locked_bytes(void) {
 
 /* The block goes, and whoever gets its addresses finds nothing of what was done to it. */
 static void end(void) {
-    free(block);
+    put_block(block);
     unsigned char *owners[4];
     for (int i = 0; i < 4; i++) {
-        owners[i] = aligned_alloc(PAGE, BLOCK);
-        CHECK(owners[i]);
+        owners[i] = get_block();
         fill(owners[i], BLOCK, 100 + i);
     }
     pressure();
     for (int i = 0; i < 4; i++)
         verify(owners[i], BLOCK, 100 + i, current);
     for (int i = 0; i < 4; i++)
-        free(owners[i]);
+        put_block(owners[i]);
     unsigned char *zeroed = calloc(1, BLOCK);
     CHECK(zeroed);
     verify_zero(zeroed, BLOCK, current);
@@ -432,9 +453,8 @@ static void replaced(int kind) {
     /* Whoever gets the addresses next does not write into the file. */
     static uint64_t before[PART / 8], after[PART / 8];
     CHECK(pread(fd, before, PART, 0) == (ssize_t)PART);
-    free(block);
-    block = aligned_alloc(PAGE, BLOCK);
-    CHECK(block);
+    put_block(block);
+    block = get_block();
     fill(block, BLOCK, 50);
     CHECK(pread(fd, after, PART, 0) == (ssize_t)PART && memcmp(before, after, PART) == 0);
     CHECK(munmap(view, PART) == 0 && close(fd) == 0);
@@ -544,10 +564,9 @@ static void locked(void) {
     pressure();
     CHECK(munlock(part, 1) == 0 && locked_bytes() == before + 2 * PAGE);
     unchanged();
-    free(block);
+    put_block(block);
     CHECK(locked_bytes() <= before);
-    block = aligned_alloc(PAGE, BLOCK);
-    CHECK(block);
+    block = get_block();
     fill(block, BLOCK, SEED);
     CHECK(locked_bytes() <= before);
 }
@@ -640,6 +659,7 @@ static bool is_listed(const char *list, const char *name) {
 int main(void) {
     state = getenv("STATE") ? getenv("STATE") : "native";
     const char *only = getenv("ONLY");
+    is_mapped = getenv("MAPPED");
     CHECK(pipe(pipe_ends) == 0);
     size_t cases = 0;
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {

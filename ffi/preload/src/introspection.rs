@@ -47,7 +47,8 @@ fn in_use() -> Option<Use> {
     Some(Use {
         small_bytes: extents::allocated_bytes(),
         extent_bytes,
-        large_bytes: client.heap().live_bytes().saturating_sub(extent_bytes),
+        large_bytes: (client.heap().live_bytes())
+            .saturating_sub(extent_bytes + client.heap().mapped_bytes()),
     })
 }
 

@@ -11,6 +11,8 @@ use tiermgr::status::{Error, Status};
 /// Sizes from here up are large. Until the settings are read, and where this library has nothing to
 /// do, no size is.
 static MIN_SIZE: AtomicUsize = AtomicUsize::new(usize::MAX);
+/// The same for mappings that the program makes.
+static MMAP_MIN: AtomicUsize = AtomicUsize::new(usize::MAX);
 static CLIENT: AtomicPtr<Client> = AtomicPtr::new(std::ptr::null_mut());
 /// The settings until they were used for the one attempt to connect.
 static WAITING: Guarded<Option<Settings>> = Guarded::new(None);
@@ -36,6 +38,11 @@ pub(crate) enum Outcome {
 /// Whether a size is large.
 pub(crate) fn is_large(bytes: usize) -> bool {
     bytes >= MIN_SIZE.load(Ordering::Relaxed)
+}
+
+/// Whether a mapping of this size is to be managed.
+pub(crate) fn is_large_mapping(bytes: usize) -> bool {
+    bytes >= MMAP_MIN.load(Ordering::Relaxed)
 }
 
 /// Whether a block of this size, managed already, may stay managed. Less than the smallest managed
@@ -92,6 +99,26 @@ fn without(bytes: usize, error: &Error) -> Outcome {
     }
 }
 
+/// What becomes of a mapping for which there is no managed memory.
+pub(crate) fn without_mapping(bytes: usize, error: &Error) -> Outcome {
+    match error.status {
+        // In a signal handler, or where libc would have refused it.
+        Status::Internal | Status::InvalidArgument => Outcome::Libc,
+        _ if REQUIRE.load(Ordering::Relaxed) => {
+            report(format_args!(
+                "a mapping of {bytes} bytes was refused, as TIERMGR_REQUIRE is set: {error}"
+            ));
+            Outcome::Refused
+        }
+        _ => {
+            report(format_args!(
+                "a mapping of {bytes} bytes is not managed, and others may not be: {error}"
+            ));
+            Outcome::Libc
+        }
+    }
+}
+
 fn report(text: std::fmt::Arguments<'_>) {
     if !REPORTED.swap(true, Ordering::Relaxed) {
         log::warn(text);
@@ -129,6 +156,7 @@ fn connect() -> Result<&'static Client, Outcome> {
         Err(error) => {
             report(format_args!("{error}; all memory comes from libc"));
             MIN_SIZE.store(usize::MAX, Ordering::Relaxed);
+            MMAP_MIN.store(usize::MAX, Ordering::Relaxed);
             small::give_up();
             Err(Outcome::Libc)
         }
@@ -181,11 +209,12 @@ extern "C" fn start() {
         return;
     }
     REQUIRE.store(settings.require, Ordering::Relaxed);
-    let (min_size, small) = (settings.min_size, settings.small);
+    let Settings { min_size, small, mmap_min, .. } = settings;
     if let Some(mut waiting) = WAITING.enter() {
         *waiting = Some(settings);
     }
     MIN_SIZE.store(min_size, Ordering::Release);
+    MMAP_MIN.store(mmap_min.unwrap_or(usize::MAX), Ordering::Release);
     if small {
         small::begin();
     }

@@ -10,6 +10,11 @@ use tiermgr::size::Size;
 
 /// Smallest managed size where nothing is said.
 const MIN_SIZE: usize = 128 << 10;
+/// Smallest managed mapping where nothing is said: what small programs map stays native, and what CPython's
+/// own allocator maps does not.
+const MMAP_MIN: usize = 1 << 20;
+/// What the daemon counts in.
+const MMAP_MIN_LEAST: usize = 64 << 10;
 /// This library's own allocations are all smaller than this.
 const MIN_SIZE_LEAST: usize = 16 << 10;
 
@@ -20,6 +25,8 @@ pub(crate) struct Settings {
     pub(crate) min_size: usize,
     /// Smaller blocks are managed too, by jemalloc.
     pub(crate) small: bool,
+    /// Smallest managed mapping of the program's, if any are.
+    pub(crate) mmap_min: Option<usize>,
     /// No memory from libc in place of managed memory.
     pub(crate) require: bool,
     /// Whom to connect to.
@@ -50,14 +57,8 @@ pub(crate) fn read() -> Option<Settings> {
             Class::Standard
         }
     };
-    let min_size = text("TIERMGR_MIN_SIZE").map_or(MIN_SIZE, |given| {
-        parse_size(&given).unwrap_or_else(|| {
-            log::warn(format_args!(
-                "TIERMGR_MIN_SIZE={given} is not a size such as 131072 or 128K; 128K is used"
-            ));
-            MIN_SIZE
-        })
-    });
+    let min_size = size("TIERMGR_MIN_SIZE", "128K", MIN_SIZE);
+    let mmap_min = size("TIERMGR_MMAP_MIN", "1M", MMAP_MIN).max(MMAP_MIN_LEAST);
     let require = is_on("TIERMGR_REQUIRE");
     let rule = match env::var_os("TIERMGR_RULES").filter(|path| !path.is_empty()) {
         None => None,
@@ -72,12 +73,15 @@ pub(crate) fn read() -> Option<Settings> {
     };
     let small = rule.as_ref().and_then(|rule| rule.small);
     let small = small.unwrap_or_else(|| is_on("TIERMGR_SMALL"));
+    let mmap = rule.as_ref().and_then(|rule| rule.mmap);
+    let mmap = mmap.unwrap_or_else(|| is_on("TIERMGR_MMAP"));
     let least = rule.and_then(|rule| rule.min_size);
     let min_size =
         least.map_or(min_size, |Size(bytes)| usize::try_from(bytes).unwrap_or(usize::MAX));
     Some(Settings {
         min_size: min_size.max(MIN_SIZE_LEAST),
         small,
+        mmap_min: mmap.then_some(mmap_min),
         require,
         config: Config { socket: usual_socket(), name: program_name(), class, extents: small },
     })
@@ -112,6 +116,17 @@ fn text(name: &str) -> Option<String> {
 
 fn is_on(name: &str) -> bool {
     env::var_os(name).is_some_and(|value| !value.is_empty() && value != "0")
+}
+
+fn size(name: &str, usual_text: &str, usual: usize) -> usize {
+    text(name).map_or(usual, |given| {
+        parse_size(&given).unwrap_or_else(|| {
+            log::warn(format_args!(
+                "{name}={given} is not a size such as 131072 or 128K; {usual_text} is used"
+            ));
+            usual
+        })
+    })
 }
 
 fn parse_size(text: &str) -> Option<usize> {

@@ -163,7 +163,7 @@ pub(crate) struct RunArgs {
     /// Manage only the programs that FILE names (sets TIERMGR_RULES)
     ///
     /// For a CMD that starts many others, such as make or a shell. A line is a pattern and what is to be done:
-    /// nothing more, or `off`, `small`, `no-small`, `min-size=SIZE`. `cc1* small` is about programs by their name,
+    /// nothing more, or `off`, `small`, `no-small`, `mmap`, `no-mmap`, `min-size=SIZE`. `cc1* small` is about programs by their name,
     /// `/opt/*/solve` by their path; `*` stands for any characters, `?` for one, and `#` begins a comment. The first
     /// line that fits a program decides: by the file that runs (of a script that is its interpreter), or by the name
     /// that it was started by. What no line fits runs as if tiermgr were not there, and passes all on to what it

@@ -26,6 +26,8 @@ pub struct Rule {
     pub is_managed: bool,
     /// Whether small allocations are managed; `None`: as it is for all programs.
     pub small: Option<bool>,
+    /// Whether mappings are managed; `None`: as it is for all programs.
+    pub mmap: Option<bool>,
     /// Least managed size; `None`: as it is for all programs.
     pub min_size: Option<Size>,
 }
@@ -49,7 +51,9 @@ pub struct RuleError {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RuleErrorKind {
     /// An option that is not known.
-    #[error("`{0}` is not known; behind a pattern stand off, small, no-small and min-size=SIZE")]
+    #[error(
+        "`{0}` is not known; behind a pattern stand off, small, no-small, mmap, no-mmap and min-size=SIZE"
+    )]
     Unknown(String),
     /// `off` beside others.
     #[error("`off` stands alone: what is not managed has no options")]
@@ -108,20 +112,28 @@ impl Rule {
         if pattern.contains('/') && !pattern.starts_with(['/', '*']) {
             return Err(RuleErrorKind::Relative(pattern.to_owned()));
         }
-        let mut rule =
-            Self { pattern: pattern.to_owned(), is_managed: true, small: None, min_size: None };
+        let mut rule = Self {
+            pattern: pattern.to_owned(),
+            is_managed: true,
+            small: None,
+            mmap: None,
+            min_size: None,
+        };
         for word in words {
             match word.split_once('=') {
                 None if word == "off" => rule.is_managed = false,
                 None if word == "small" => rule.small = Some(true),
                 None if word == "no-small" => rule.small = Some(false),
+                None if word == "mmap" => rule.mmap = Some(true),
+                None if word == "no-mmap" => rule.mmap = Some(false),
                 Some(("min-size", size)) => {
                     rule.min_size = Some(size.parse().map_err(RuleErrorKind::Size)?);
                 }
                 _ => return Err(RuleErrorKind::Unknown(word.to_owned())),
             }
         }
-        if !rule.is_managed && (rule.small.is_some() || rule.min_size.is_some()) {
+        let has_options = rule.small.is_some() || rule.mmap.is_some() || rule.min_size.is_some();
+        if !rule.is_managed && has_options {
             return Err(RuleErrorKind::OffWithOptions);
         }
         Ok(rule)
@@ -188,16 +200,17 @@ mod tests {
 
     #[test]
     fn the_first_rule_that_fits_decides() {
-        let text = "# comment\n\ncc1plus off # not this one\ncc1* small min-size=64K\n/opt/*\n";
+        let text = "# comment\n\ncc1plus off # not this one\ncc1* small no-mmap min-size=64K\n/opt/* mmap\n";
         let rules = Rules::parse(text).unwrap();
         let of = |names: &[&'static str]| rules.of(names.iter().copied()).cloned();
         assert!(!of(&["/usr/lib/cc1plus"]).unwrap().is_managed);
         let cc1 = of(&["/usr/lib/cc1"]).unwrap();
         assert_eq!(
-            (cc1.is_managed, cc1.small, cc1.min_size),
-            (true, Some(true), Some(Size(65536)))
+            (cc1.is_managed, cc1.small, cc1.mmap, cc1.min_size),
+            (true, Some(true), Some(false), Some(Size(65536)))
         );
-        assert_eq!(of(&["/opt/x/y"]).unwrap().small, None);
+        let opt = of(&["/opt/x/y"]).unwrap();
+        assert_eq!((opt.small, opt.mmap), (None, Some(true)));
         assert_eq!(of(&["/bin/sh"]), None);
         // Of a script the interpreter runs, but it was started by its own name.
         assert!(of(&["/usr/bin/python3", "./cc1.py"]).unwrap().is_managed);
@@ -208,6 +221,7 @@ mod tests {
         for (text, line, words) in [
             ("a\nb smal\n", 2, "`smal`"),
             ("a off small\n", 1, "alone"),
+            ("a off no-mmap\n", 1, "alone"),
             ("a min-size=1Q\n", 1, "`Q`"),
             ("a small=1\n", 1, "`small=1`"),
             ("bin/a\n", 1, "whole paths"),

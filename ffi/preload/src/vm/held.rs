@@ -3,12 +3,15 @@
 //! The kernel does that, to pages that are in their place; of one that is parked it knows nothing, and the
 //! child would get it as any other. So such memory is held under a lease as long as it is so.
 
+use super::layout::retire;
 use super::native::{self, Errno};
 use super::{Whose, change, whose};
 use crate::log;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use tiermgr::changes::{Flags, GUARDED, NO_READ, NO_WRITE, NOT_FORKED, REPLACED, UNMAPPED, WIPED};
+use tiermgr::changes::{
+    Flags, GUARDED, MAPPED, NO_READ, NO_WRITE, NOT_FORKED, REPLACED, UNMAPPED, WIPED,
+};
 use tiermgr::client::Client;
 use tiermgr::fork;
 use tiermgr::lock::Guarded;
@@ -128,6 +131,9 @@ pub(super) fn close_hole(client: &Client, range: &Range<usize>) {
     let held = unsafe { native::mmap(range.start, range.len(), libc::PROT_NONE, flags, -1, 0) };
     // Where somebody was faster, or there is no memory for it, the range is theirs.
     let now = if held.is_ok() { REPLACED | UNMAPPED } else { REPLACED };
+    for run in client.heap().runs(range.clone(), |flags| flags & MAPPED) {
+        retire(client, &run.range, run.kind);
+    }
     // The pages have flags already, and so a table: this never fails.
     let _changed = change(client, range, now, !now).is_ok();
 }

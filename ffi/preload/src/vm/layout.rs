@@ -6,11 +6,16 @@ use super::native::{self, Errno};
 use super::{Outcome, access_of, change, drop_bytes, flags_of, whose};
 use std::ffi::c_int;
 use std::ops::Range;
+use std::time::Duration;
+use tiermgr::arenas::Claim;
 use tiermgr::changes::{
-    Flags, GUARDED, KEYED, LOCKED, NOT_FORKED, REPLACED, UNMAPPED, UNSURE, WIPED,
+    Flags, GUARDED, KEYED, LOCKED, MAPPED, NOT_FORKED, PROTECTION, REPLACED, UNMAPPED, UNSURE,
+    WIPED,
 };
 use tiermgr::client::Client;
+use tiermgr::heap::Discarded;
 use tiermgr::space::page_bytes;
+use tiermgr::status::Status;
 
 /// What the daemon counts in.
 const EXTENT: usize = 64 << 10;
@@ -26,10 +31,12 @@ pub(super) struct Mapping {
     pub(super) offset: usize,
 }
 
-/// munmap. The addresses stay taken: were they given to others, whatever the helper was told to move a moment
-/// before would be theirs. To the program nothing is there.
+/// munmap. What was cut from the heap goes back to it, and no system call of the kernel's own unmaps it: were the
+/// addresses given to others, whatever the helper was told to move a moment before would be theirs. To the
+/// program nothing is there. What is a part of a block stays taken until that is freed.
 pub(super) fn munmap(client: &Client, range: Range<usize>) -> Outcome {
-    for run in client.heap().runs(range, |flags| flags) {
+    let kind = |flags| flags & !(PROTECTION & !KEYED);
+    for run in client.heap().runs(range, kind) {
         match (run.ours, whose(run.kind)) {
             (false, _) => {
                 // SAFETY: the program asked for it.
@@ -39,11 +46,19 @@ pub(super) fn munmap(client: &Client, range: Range<usize>) -> Outcome {
             (true, Whose::Foreign) => {
                 cover(&run.range)?;
                 change(client, &run.range, UNMAPPED, 0)?;
+                retire(client, &run.range, run.kind);
             }
             (true, Whose::Nobodys) => {}
         }
     }
     Ok(0)
+}
+
+/// Of a mapping's pages in which something else is mapped: the heap has no use for them any more.
+pub(super) fn retire(client: &Client, range: &Range<usize>, flags: Flags) {
+    if flags & MAPPED != 0 {
+        client.heap().retire(range);
+    }
 }
 
 /// Makes managed memory of one kind inaccessible and drops its bytes.
@@ -53,10 +68,14 @@ pub(super) fn let_go(client: &Client, range: &Range<usize>, flags: Flags) -> Res
         change(client, range, 0, UNMAPPED)?;
         return Err(why);
     }
-    change(client, range, 0, ALL & !UNMAPPED)?;
-    // Bytes that stay take room until the block is freed, and nobody can read them: before anything else
-    // is to be seen here they are dropped again.
-    client.discard_soon(range.start, range.len());
+    change(client, range, 0, ALL & !(UNMAPPED | MAPPED))?;
+    if flags & MAPPED != 0 {
+        client.unmap(range);
+    } else {
+        // Bytes that stay take room until the block is freed, and nobody can read them: before anything
+        // else is to be seen here they are dropped again.
+        client.discard_soon(range.start, range.len());
+    }
     Ok(())
 }
 
@@ -123,7 +142,10 @@ pub(super) fn mmap(client: &Client, range: Range<usize>, mapping: Mapping) -> Ou
     if is_plain {
         for run in client.heap().runs(range, |flags| flags) {
             if run.ours && run.kind & REPLACED == 0 {
-                empty(client, &run.range, run.kind, mapping)?;
+                claim_each(client, &run.range, |part, claim| match claim {
+                    Claim::Taken { is_zero: true, .. } => set_up(client, part, mapping),
+                    _ => empty(client, part, run.kind, mapping),
+                })?;
             } else {
                 over_foreign(&run.range, mapping)?;
                 change(client, &run.range, 0, UNMAPPED)?;
@@ -142,6 +164,44 @@ fn is_free(client: &Client, range: &Range<usize>) -> bool {
     runs.all(|run| run.ours && run.kind)
 }
 
+/// Between two looks at memory that another thread is discarding, and how often it is looked at.
+const BUSY_PAUSE: Duration = Duration::from_millis(1);
+const BUSY_LOOKS: u32 = 1000;
+
+/// Takes what of a range is free from the heap, as part of a mapping, and has something done with each part of
+/// the range. What was free becomes so again where that fails.
+fn claim_each(
+    client: &Client,
+    range: &Range<usize>,
+    mut then: impl FnMut(&Range<usize>, Claim) -> Result<(), Errno>,
+) -> Result<(), Errno> {
+    let mut at = range.start;
+    let mut looks = 0;
+    while at < range.end {
+        let (bytes, claim) =
+            client.heap().claim(&(at..range.end)).map_err(|error| match error.status {
+                Status::Internal => libc::EAGAIN,
+                _ => libc::ENOMEM,
+            })?;
+        if claim == Claim::Busy {
+            looks += 1;
+            if looks > BUSY_LOOKS {
+                return Err(libc::EAGAIN);
+            }
+            std::thread::sleep(BUSY_PAUSE);
+            continue;
+        }
+        let part = at..at + bytes;
+        then(&part, claim).inspect_err(|_| {
+            if claim != Claim::Live {
+                client.heap().unmap(&part, || Discarded::Refused);
+            }
+        })?;
+        at = part.end;
+    }
+    Ok(())
+}
+
 fn over_foreign(range: &Range<usize>, mapping: Mapping) -> Result<(), Errno> {
     let Mapping { access, flags, .. } = mapping;
     let flags = flags & !libc::MAP_FIXED_NOREPLACE | libc::MAP_FIXED;
@@ -156,8 +216,6 @@ fn empty(
     before: Flags,
     mapping: Mapping,
 ) -> Result<(), Errno> {
-    const POPULATE: c_int = libc::MAP_POPULATE;
-    let access = mapping.access & (libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC);
     change(client, range, before | UNMAPPED, 0)?;
     if let Err(why) = close(client, range, before).and_then(|()| drop_bytes(client, range)) {
         if before & (UNMAPPED | GUARDED) == 0 {
@@ -166,15 +224,22 @@ fn empty(
         }
         return Err(why);
     }
+    set_up(client, range, mapping)
+}
+
+/// Gives empty managed memory what a new mapping has.
+pub(super) fn set_up(client: &Client, range: &Range<usize>, mapping: Mapping) -> Result<(), Errno> {
+    const POPULATE: c_int = libc::MAP_POPULATE;
+    let access = mapping.access & (libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC);
     set_access(range, access, 0)?;
-    change(client, range, flags_of(access), ALL)?;
+    change(client, range, flags_of(access), ALL & !MAPPED)?;
     let (start, bytes) = (range.start, range.len());
     if mapping.flags & libc::MAP_LOCKED != 0 {
         change(client, range, LOCKED, 0)?;
         // The kernel does not tell either where it could not lock all of it.
         // SAFETY: a lock changes no byte.
         let _locked = unsafe { native::mlock(start, bytes) }.is_ok();
-    } else if mapping.flags & POPULATE != 0 {
+    } else if mapping.flags & (POPULATE | libc::MAP_NONBLOCK) == POPULATE {
         let advice = if access & libc::PROT_WRITE == 0 {
             libc::MADV_POPULATE_READ
         } else {
@@ -215,9 +280,31 @@ pub(super) fn put_over(
     range: &Range<usize>,
     put: impl FnOnce(usize) -> Outcome,
 ) -> Result<(), Errno> {
+    let outcome = put_over_claimed(client, range, put);
+    if outcome.is_err() {
+        // What was taken from the heap for this goes back.
+        let taken = MAPPED | UNMAPPED;
+        for run in client.heap().runs(range.clone(), |flags| flags & (taken | REPLACED)) {
+            if run.kind == taken {
+                client.heap().unmap(&run.range, || Discarded::Refused);
+            }
+        }
+    }
+    outcome
+}
+
+fn put_over_claimed(
+    client: &Client,
+    range: &Range<usize>,
+    put: impl FnOnce(usize) -> Outcome,
+) -> Result<(), Errno> {
     let mut edges = Edges::new(client);
     let is_managed = |flags: Flags| flags & REPLACED == 0;
     for run in client.heap().runs(range.clone(), is_managed).filter(|run| run.ours && run.kind) {
+        claim_each(client, &run.range, |part, claim| match claim {
+            Claim::Live => Ok(()),
+            _ => change(client, part, UNMAPPED, 0),
+        })?;
         edges.arm(&run.range)?;
         edges.hold(&run.range)?;
     }
@@ -237,7 +324,7 @@ pub(super) fn put_over(
         drop_bytes(client, &run.range)?;
     }
     put(range.start)?;
-    change(client, range, REPLACED, ALL)
+    change(client, range, REPLACED, ALL & !MAPPED)
 }
 
 /// Leases of the extents at both ends of a range, until they are let go.

@@ -25,6 +25,7 @@
 
 mod access;
 mod advice;
+mod fresh;
 mod held;
 mod layout;
 mod mend;
@@ -212,6 +213,25 @@ pub(crate) unsafe extern "C" fn munmap(address: usize, bytes: usize) -> c_int {
 
 /// # Safety
 /// mmap(2).
+unsafe fn map(address: usize, mapping: layout::Mapping) -> isize {
+    let layout::Mapping { bytes, access, flags, fd, offset } = mapping;
+    let before = errno::get();
+    // Any other is placed where nothing is, and arenas leave no hole.
+    let is_fixed = flags & (libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE) != 0;
+    let ours = if is_fixed {
+        managed(address, bytes).map(|(client, range)| layout::mmap(client, range, mapping))
+    } else if fresh::is_wanted(&mapping) {
+        fresh::mmap(address, mapping)
+    } else {
+        None
+    };
+    // SAFETY: same contract.
+    let natively = || unsafe { native::mmap(address, bytes, access, flags, fd, offset) };
+    give(before, ours.unwrap_or_else(natively))
+}
+
+/// # Safety
+/// mmap(2).
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mmap(
     address: usize,
@@ -221,20 +241,29 @@ pub(crate) unsafe extern "C" fn mmap(
     fd: c_int,
     offset: usize,
 ) -> isize {
-    let before = errno::get();
-    // Any other is placed where nothing is, and arenas leave no hole.
-    let is_fixed = flags & (libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE) != 0;
-    let ours = if is_fixed { managed(address, bytes) } else { None };
-    give(
-        before,
-        match ours {
-            Some((client, range)) => {
-                layout::mmap(client, range, layout::Mapping { bytes, access, flags, fd, offset })
-            }
-            // SAFETY: same contract.
-            None => unsafe { native::mmap(address, bytes, access, flags, fd, offset) },
-        },
-    )
+    // SAFETY: same contract.
+    unsafe { map(address, layout::Mapping { bytes, access, flags, fd, offset }) }
+}
+
+// What jemalloc maps for its tables: the linker has its calls of mmap come here (`build.rs`), and whatever else of this library calls that name. A function that Rust
+// exports without mangling would be one more name in the way of the program's.
+#[cfg(target_arch = "x86_64")]
+std::arch::global_asm!(".text", ".globl __wrap_mmap", "__wrap_mmap:", "jmp {own}", own = sym own_mmap);
+#[cfg(target_arch = "aarch64")]
+std::arch::global_asm!(".text", ".globl __wrap_mmap", "__wrap_mmap:", "b {own}", own = sym own_mmap);
+
+/// # Safety
+/// mmap(2).
+unsafe extern "C" fn own_mmap(
+    address: usize,
+    bytes: usize,
+    access: c_int,
+    flags: c_int,
+    fd: c_int,
+    offset: usize,
+) -> isize {
+    // SAFETY: same contract.
+    give(errno::get(), unsafe { native::mmap(address, bytes, access, flags, fd, offset) })
 }
 
 /// # Safety
@@ -249,7 +278,7 @@ pub(crate) unsafe extern "C" fn mmap64(
     offset: usize,
 ) -> isize {
     // SAFETY: same contract.
-    unsafe { mmap(address, bytes, access, flags, fd, offset) }
+    unsafe { map(address, layout::Mapping { bytes, access, flags, fd, offset }) }
 }
 
 /// The last argument is there only with some flags; without them nobody looks at it.
@@ -391,9 +420,11 @@ pub(crate) unsafe extern "C" fn syscall(
     unsafe { sandbox::by_number(number, arguments, go_on) }.unwrap_or_else(go_on)
 }
 
-/// A system call for which there is a function here, while there is managed memory.
+/// A system call for which there is a function here, while there is managed memory or may be.
 fn of_memory(number: c_long, [a, b, c, d, e, f]: [usize; 6]) -> Option<c_long> {
-    route::client()?;
+    if route::client().is_none() && number != libc::SYS_mmap {
+        return None;
+    }
     // The upper half of a register that holds an `int` is anything.
     let int = |register: usize| {
         let [a, b, c, d, ..] = register.to_le_bytes();
@@ -418,7 +449,10 @@ fn of_memory(number: c_long, [a, b, c, d, e, f]: [usize; 6]) -> Option<c_long> {
         // SAFETY: as above.
         libc::SYS_mremap => long(unsafe { mremap(a, b, c, int(d), e) }),
         // SAFETY: as above.
-        libc::SYS_mmap => long(unsafe { mmap(a, b, int(c), int(d), int(e), f) }),
+        libc::SYS_mmap => long(unsafe {
+            let (access, flags, fd) = (int(c), int(d), int(e));
+            map(a, layout::Mapping { bytes: b, access, flags, fd, offset: f })
+        }),
         _ => return None,
     };
     Some(outcome)

@@ -1,14 +1,16 @@
 //! mremap.
 
 use super::Whose;
+use super::fresh;
 use super::held::close_hole;
-use super::layout::{let_go, put_over, set_access};
+use super::layout::{self, Mapping, let_go, munmap, put_over, set_access};
 use super::native::{self, Errno};
-use super::{Outcome, access_of, drop_bytes, whose};
+use super::{Outcome, access_of, change, drop_bytes, whose};
 use std::ffi::c_int;
 use std::ops::Range;
 use tiermgr::changes::{
-    Flags, GUARDED, KEYED, LOCKED, NO_READ, NO_WRITE, NOT_FORKED, UNSURE, WIPED,
+    EXEC, Flags, GUARDED, KEYED, LOCKED, MAPPED, NO_READ, NO_WRITE, NOT_FORKED, REPLACED, UNSURE,
+    WIPED,
 };
 use tiermgr::client::Client;
 use tiermgr::space::page_bytes;
@@ -107,46 +109,69 @@ fn move_ours(
     target: &Range<usize>,
     flags: Flags,
 ) -> Outcome {
-    if !wish.has(libc::MREMAP_FIXED) && !wish.has(DONTUNMAP) {
-        if wish.new_bytes <= wish.bytes {
-            let tail = source.start + wish.new_bytes..source.end;
-            if !tail.is_empty() {
-                let_go(client, &tail, flags)?;
-            }
-            return Ok(source.start);
+    let may_stay = !wish.has(libc::MREMAP_FIXED) && !wish.has(DONTUNMAP);
+    if may_stay && wish.new_bytes <= wish.bytes {
+        let tail = source.start + wish.new_bytes..source.end;
+        if !tail.is_empty() {
+            let_go(client, &tail, flags)?;
         }
-        if !wish.has(libc::MREMAP_MAYMOVE) {
-            return Err(libc::ENOMEM);
-        }
+        return Ok(source.start);
     }
     // Only what is in its place can be held and moved at once, and nobody knows a key's rights elsewhere.
-    if flags & (GUARDED | KEYED | UNSURE | WIPED | NOT_FORKED) != 0 {
+    let is_odd = flags & (GUARDED | KEYED | UNSURE | WIPED | NOT_FORKED) != 0;
+    if may_stay && !is_odd && grow(client, wish, source, flags)? {
+        return Ok(source.start);
+    }
+    if may_stay && !wish.has(libc::MREMAP_MAYMOVE) {
+        return Err(libc::ENOMEM);
+    }
+    if is_odd {
         return Err(libc::EINVAL);
     }
     let kept = source.start..source.start + wish.bytes.min(wish.new_bytes);
-    let at = place(client, wish, target)?;
+    let at = place(client, wish, target, flags)?;
     let made = at..at + wish.new_bytes;
-    let outcome = fill(&kept, &made, flags).and_then(|()| {
+    let outcome = fill(client, &kept, &made, flags).and_then(|()| {
         if wish.has(DONTUNMAP) { drop_bytes(client, source) } else { let_go(client, source, flags) }
     });
     outcome.inspect_err(|_| {
         // What was at a place that the program named is gone, as it may be after any failure of mremap.
-        // SAFETY: nobody was told of it.
-        let _unmapped = unsafe { native::munmap(made.start, made.len()) }.is_ok();
+        let _unmapped = munmap(client, made).is_ok();
     })?;
     Ok(at)
 }
 
+/// Grows a mapping where it stands. False: something is in the way.
+fn grow(client: &Client, wish: Move, source: &Range<usize>, flags: Flags) -> Result<bool, Errno> {
+    let more = source.end..source.start + wish.new_bytes;
+    if flags & MAPPED == 0 || !matches!(client.map_at(&more), Ok(true)) {
+        return Ok(false);
+    }
+    like(client, &more, flags).inspect_err(|_| client.unmap(&more))?;
+    Ok(true)
+}
+
 /// New memory, where the program wants it or anywhere.
-fn place(client: &Client, wish: Move, target: &Range<usize>) -> Outcome {
+fn place(client: &Client, wish: Move, target: &Range<usize>, source_flags: Flags) -> Outcome {
+    let access = libc::PROT_READ | libc::PROT_WRITE;
     let map = |to: usize, fixed: c_int| {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | fixed;
-        let access = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: at an address of the kernel's choice, or at the one that the program gave for this.
         unsafe { native::mmap(to, wish.new_bytes, access, flags, -1, 0) }
     };
+    let is_mapped = source_flags & MAPPED != 0;
+    let (fd, offset) = (-1, 0);
     if !wish.has(libc::MREMAP_FIXED) {
-        return map(0, 0);
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let mapping = Mapping { bytes: wish.new_bytes, access, flags, fd, offset };
+        let managed =
+            if is_mapped || fresh::is_wanted(&mapping) { fresh::mmap(0, mapping) } else { None };
+        return managed.unwrap_or_else(|| map(0, 0));
+    }
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+    let mapping = Mapping { bytes: wish.new_bytes, access, flags, fd, offset };
+    if is_mapped && is_managed(client, target) {
+        return layout::mmap(client, target.clone(), mapping);
     }
     if client.heap().owns_part_of(target) {
         return put_over(client, target, |to| map(to, libc::MAP_FIXED)).map(|()| wish.to);
@@ -154,8 +179,18 @@ fn place(client: &Client, wish: Move, target: &Range<usize>) -> Outcome {
     map(wish.to, libc::MAP_FIXED)
 }
 
+fn is_managed(client: &Client, range: &Range<usize>) -> bool {
+    let mut runs = client.heap().runs(range.clone(), |flags| flags & REPLACED != 0);
+    runs.all(|run| run.ours && !run.kind)
+}
+
 /// Gives the new memory the bytes and the rights of the old.
-fn fill(from: &Range<usize>, to: &Range<usize>, flags: Flags) -> Result<(), Errno> {
+fn fill(
+    client: &Client,
+    from: &Range<usize>,
+    to: &Range<usize>,
+    flags: Flags,
+) -> Result<(), Errno> {
     if flags & NO_READ != 0 {
         set_access(from, libc::PROT_READ, 0)?;
     }
@@ -163,10 +198,18 @@ fn fill(from: &Range<usize>, to: &Range<usize>, flags: Flags) -> Result<(), Errn
     if flags & NO_READ != 0 {
         set_access(from, access_of(flags), 0)?;
     }
-    if flags & (NO_READ | NO_WRITE | tiermgr::changes::EXEC) != 0 {
+    like(client, to, flags)
+}
+
+/// Gives new memory, managed or not, the rights of the old.
+fn like(client: &Client, to: &Range<usize>, flags: Flags) -> Result<(), Errno> {
+    let rights = flags & (NO_READ | NO_WRITE | EXEC);
+    if rights != 0 {
+        change(client, to, rights, 0)?;
         set_access(to, access_of(flags), 0)?;
     }
     if flags & LOCKED != 0 {
+        change(client, to, LOCKED, 0)?;
         // SAFETY: a lock changes no byte.
         unsafe { native::mlock(to.start, to.len()) }.map_err(|_limit| libc::EAGAIN)?;
     }
