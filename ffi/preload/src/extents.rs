@@ -19,7 +19,7 @@
 //! parked table would have to come back for each malloc and free. `tests/malloc/small_border.c`
 //! says so of this version.
 
-use crate::{errno, log, route, vm};
+use crate::{chunks, errno, log, route, vm};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -73,6 +73,7 @@ unsafe extern "C" fn alloc(
     errno::set(before);
     let Ok(extent) = extent else { return ptr::null_mut() };
     EXTENT_BYTES.fetch_add(bytes, Ordering::Relaxed);
+    chunks::note_extent(extent.address, bytes);
     let address = extent.address as *mut c_void;
     // SAFETY: jemalloc passes pointers to two variables of its own.
     let must_be_zero = unsafe { zero.read() };

@@ -12,8 +12,8 @@
 //!    page waits for its return. We keep our own copies of the userfaultfds open for that reason:
 //!    were the daemon's the last, the kernel would forget what is armed and answer with zeros.
 //!
-//! A pointer belongs to whom its address says: to an arena of large blocks, to one of jemalloc's, to the
-//! bump arena, or else to libc. What this library allocates for itself always comes from libc (`own`), and a
+//! A pointer belongs to whom its address says (`chunks`): to an arena of large blocks, to one of jemalloc's, to
+//! the bump arena, or else to libc. What this library allocates for itself always comes from libc (`own`), and a
 //! thread that is inside the client already is sent there too. Small requests touch no lock and no thread-local
 //! storage of ours, whose set-up could allocate.
 //!
@@ -44,6 +44,7 @@
 
 mod answers;
 mod bootstrap;
+mod chunks;
 mod descriptors;
 mod errno;
 mod extents;

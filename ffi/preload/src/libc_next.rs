@@ -3,9 +3,11 @@
 //! `dlsym` may allocate, and so may whoever asks while it runs: until it has answered, callers are
 //! sent to [`crate::bootstrap`].
 
+use std::cell::UnsafeCell;
 use std::ffi::{CStr, c_int, c_ulong, c_void};
+use std::mem::MaybeUninit;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicPtr, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 
 const UNKNOWN: u8 = 0;
 const ASKING: u8 = 1;
@@ -13,30 +15,25 @@ const KNOWN: u8 = 2;
 
 static STAGE: AtomicU8 = AtomicU8::new(UNKNOWN);
 
+/// Written once, before `STAGE` is `KNOWN`, and only read after that.
+struct Found(UnsafeCell<MaybeUninit<Next>>);
+
+// SAFETY: one thread writes, the one that took `STAGE` from `UNKNOWN` to `ASKING`; nobody reads meanwhile.
+unsafe impl Sync for Found {}
+
+static FOUND: Found = Found(UnsafeCell::new(MaybeUninit::uninit()));
+
 macro_rules! next {
     ($($field:ident = $symbol:literal: fn($($argument:ty),*) -> $result:ty;)*) => {
-        struct Found {
-            $($field: AtomicPtr<c_void>,)*
-        }
-
-        static FOUND: Found = Found {
-            $($field: AtomicPtr::new(std::ptr::null_mut()),)*
-        };
-
-        fn look_up() {
-            $(FOUND.$field.store(symbol($symbol), Ordering::Relaxed);)*
-        }
-
         /// The functions behind ours. All are there.
-        #[derive(Clone, Copy)]
         pub(crate) struct Next {
             $(pub(crate) $field: unsafe extern "C" fn($($argument),*) -> $result,)*
         }
 
-        fn collect() -> Next {
+        fn look_up() -> Next {
             Next {
                 $($field: {
-                    let function = FOUND.$field.load(Ordering::Relaxed);
+                    let function = symbol($symbol);
                     // SAFETY: `symbol` gave the address of the C function of that name, whose type
                     // is this one.
                     unsafe {
@@ -67,14 +64,25 @@ next! {
 }
 
 /// The functions, or `None` while they are being looked for.
-pub(crate) fn next() -> Option<Next> {
+#[inline]
+pub(crate) fn next() -> Option<&'static Next> {
     if STAGE.load(Ordering::Acquire) == KNOWN { Some(collect()) } else { find() }
 }
 
+#[inline]
+fn collect() -> &'static Next {
+    // SAFETY: callers have seen `KNOWN`, after which nobody writes.
+    let found = unsafe { &*FOUND.0.get() };
+    // SAFETY: it was written before `KNOWN` was.
+    unsafe { found.assume_init_ref() }
+}
+
 #[cold]
-fn find() -> Option<Next> {
+fn find() -> Option<&'static Next> {
     if STAGE.compare_exchange(UNKNOWN, ASKING, Ordering::Acquire, Ordering::Acquire).is_ok() {
-        look_up();
+        let found = look_up();
+        // SAFETY: only one thread comes here, and nobody reads before `KNOWN`.
+        unsafe { FOUND.0.get().write(MaybeUninit::new(found)) };
         crate::vm::look_up(symbol);
         STAGE.store(KNOWN, Ordering::Release);
     }

@@ -1,5 +1,6 @@
 //! The exported functions. Results, `errno` and corner cases are those of glibc's manual.
 
+use crate::chunks::{self, Seen};
 use crate::libc_next::{Next, next};
 use crate::neighbours::InFront;
 use crate::route::{self, Outcome};
@@ -71,7 +72,7 @@ fn allocate(
     bytes: usize,
     align: usize,
     from_jemalloc: impl FnOnce() -> *mut c_void,
-    from_libc: impl FnOnce(Next) -> *mut c_void,
+    from_libc: impl FnOnce(&Next) -> *mut c_void,
 ) -> *mut c_void {
     let managed = if route::is_large(bytes) {
         large(bytes, align, false)
@@ -101,6 +102,18 @@ fn invalid(function: &str, block: *mut c_void) -> ! {
 /// As ISO C 7.24.3 says; the same holds for every function here.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn malloc(bytes: usize) -> *mut c_void {
+    if small::serves(bytes) {
+        // SAFETY: it has no preconditions.
+        let block = unsafe { je::malloc(bytes.max(ALIGN)) };
+        if !block.is_null() {
+            return block;
+        }
+    }
+    malloc_otherwise(bytes)
+}
+
+#[inline(never)]
+fn malloc_otherwise(bytes: usize) -> *mut c_void {
     // SAFETY: both functions have the contract of this one.
     allocate(
         bytes,
@@ -115,6 +128,18 @@ pub(crate) unsafe extern "C" fn malloc(bytes: usize) -> *mut c_void {
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn calloc(count: usize, size: usize) -> *mut c_void {
     let Some(bytes) = count.checked_mul(size) else { return no_memory() };
+    if small::serves(bytes) {
+        // SAFETY: it has no preconditions.
+        let block = unsafe { je::calloc(1, bytes.max(ALIGN)) };
+        if !block.is_null() {
+            return block;
+        }
+    }
+    calloc_otherwise(count, size, bytes)
+}
+
+#[inline(never)]
+fn calloc_otherwise(count: usize, size: usize, bytes: usize) -> *mut c_void {
     let managed = if route::is_large(bytes) {
         large(bytes, ALIGN, true)
     } else {
@@ -135,6 +160,32 @@ pub(crate) unsafe extern "C" fn calloc(count: usize, size: usize) -> *mut c_void
 /// See [`malloc`].
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn free(block: *mut c_void) {
+    match chunks::look(block as usize) {
+        // SAFETY: what lies in extents was given out by jemalloc.
+        Seen::Extent if small::is_free_to_use() => unsafe { je::free(block) },
+        // SAFETY: by contract.
+        Seen::Foreign => unsafe { free_foreign(block) },
+        // SAFETY: by contract.
+        _ => unsafe { free_otherwise(block) },
+    }
+}
+
+/// # Safety
+/// See [`free`]; the block lies in no arena.
+#[inline(always)]
+unsafe fn free_foreign(block: *mut c_void) {
+    if !bootstrap::owns(block as usize)
+        && let Some(next) = next()
+    {
+        // SAFETY: neither ours nor an early one: libc's.
+        unsafe { (next.free)(block) };
+    }
+}
+
+/// # Safety
+/// See [`free`].
+#[inline(never)]
+unsafe fn free_otherwise(block: *mut c_void) {
     if small::owns(block as usize) {
         // SAFETY: by contract.
         unsafe { small::free(block) };
@@ -145,11 +196,9 @@ pub(crate) unsafe extern "C" fn free(block: *mut c_void) {
             invalid("free", block);
         }
         errno::set(before);
-    } else if !bootstrap::owns(block as usize)
-        && let Some(next) = next()
-    {
+    } else {
         // SAFETY: whose the block is was asked above; the rest is libc's.
-        unsafe { (next.free)(block) };
+        unsafe { free_foreign(block) };
     }
 }
 
@@ -195,6 +244,25 @@ pub(crate) unsafe extern "C" fn free_aligned_sized(
 /// See [`malloc`].
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn realloc(block: *mut c_void, bytes: usize) -> *mut c_void {
+    if bytes > 0
+        && small::serves(bytes)
+        && chunks::look(block as usize) == Seen::Extent
+        && small::is_free_to_use()
+    {
+        // SAFETY: what lies in extents was given out by jemalloc.
+        let resized = unsafe { je::realloc(block, bytes.max(ALIGN)) };
+        if !resized.is_null() {
+            return resized;
+        }
+    }
+    // SAFETY: by contract.
+    unsafe { realloc_otherwise(block, bytes) }
+}
+
+/// # Safety
+/// See [`realloc`].
+#[inline(never)]
+unsafe fn realloc_otherwise(block: *mut c_void, bytes: usize) -> *mut c_void {
     if block.is_null() {
         // SAFETY: same contract.
         return unsafe { malloc(bytes) };

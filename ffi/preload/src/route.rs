@@ -1,7 +1,7 @@
 //! Who serves a large request, and the connection that is made for the first managed one.
 
 use crate::settings::{self, Settings};
-use crate::{extents, log, neighbours, small, vm};
+use crate::{chunks, extents, log, neighbours, small, vm};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 use tiermgr::client::Client;
 use tiermgr::fork;
@@ -45,6 +45,11 @@ pub(crate) fn is_large_mapping(bytes: usize) -> bool {
     bytes >= MMAP_MIN.load(Ordering::Relaxed)
 }
 
+/// Sizes from here up are large.
+pub(crate) fn min_size() -> usize {
+    MIN_SIZE.load(Ordering::Relaxed)
+}
+
 /// Whether a block of this size, managed already, may stay managed. Less than the smallest managed
 /// size, so that a block whose size goes up and down does not move each time.
 pub(crate) fn may_stay(bytes: usize) -> bool {
@@ -74,7 +79,10 @@ pub(crate) fn allocate(bytes: usize, align: usize) -> Outcome {
         Err(outcome) => return outcome,
     };
     match client.allocate(bytes, align) {
-        Ok(block) => Outcome::Block { address: block.address as *mut u8, is_zero: block.is_zero },
+        Ok(block) => {
+            chunks::note_block(block.address);
+            Outcome::Block { address: block.address as *mut u8, is_zero: block.is_zero }
+        }
         Err(error) => without(bytes, &error),
     }
 }
@@ -142,6 +150,7 @@ fn connect() -> Result<&'static Client, Outcome> {
         Ok(client) => {
             let client = Box::leak(client);
             CLIENT.store(client, Ordering::Release);
+            small::go_on();
             let least = if small { 1 } else { min_size };
             log::info(format_args!(
                 "connected to {}; blocks of {least} bytes and more are managed",
@@ -208,15 +217,16 @@ extern "C" fn start() {
         log::warn(format_args!("{error}; all memory comes from libc"));
         return;
     }
+    chunks::begin();
     REQUIRE.store(settings.require, Ordering::Relaxed);
     let Settings { min_size, small, mmap_min, .. } = settings;
     if let Some(mut waiting) = WAITING.enter() {
         *waiting = Some(settings);
-    }
-    MIN_SIZE.store(min_size, Ordering::Release);
-    MMAP_MIN.store(mmap_min.unwrap_or(usize::MAX), Ordering::Release);
-    if small {
-        small::begin();
+        MIN_SIZE.store(min_size, Ordering::Release);
+        MMAP_MIN.store(mmap_min.unwrap_or(usize::MAX), Ordering::Release);
+        if small {
+            small::begin();
+        }
     }
 }
 

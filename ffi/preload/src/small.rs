@@ -3,6 +3,9 @@
 //! Until the first of them has connected to the daemon, and for good where there is none, they come from
 //! libc. So do those that a thread asks for in the middle of its own fork: between the handlers that stop
 //! jemalloc and those that let it go on, whose locks this thread holds then. What it frees there is lost.
+//!
+//! Most calls need one look: [`serves`] at a size, or [`crate::chunks::look`] at an address. Where these do not
+//! know, [`who`] and [`owns`] do.
 
 use crate::route::{self, Outcome};
 use std::ffi::c_void;
@@ -21,9 +24,34 @@ static MODE: AtomicU8 = AtomicU8::new(OFF);
 /// Key of the thread that forks, or 0.
 static FORKER: AtomicUsize = AtomicUsize::new(0);
 
+/// Sizes below come from jemalloc. 0 where more has to be asked, as while a thread forks.
+static BELOW: AtomicUsize = AtomicUsize::new(0);
+
+/// Whether jemalloc serves a size, without looking further.
+#[inline(always)]
+pub(crate) fn serves(bytes: usize) -> bool {
+    bytes < BELOW.load(Ordering::Relaxed)
+}
+
+/// Whether any thread may use jemalloc: none is in the middle of a fork.
+#[inline(always)]
+pub(crate) fn is_free_to_use() -> bool {
+    FORKER.load(Ordering::Relaxed) == 0
+}
+
 /// The daemon may be asked for small blocks from now on.
 pub(crate) fn begin() {
     MODE.store(WAITING, Ordering::Release);
+}
+
+/// There is a client. Called under the lock under which it was made, which a fork holds too.
+pub(crate) fn go_on() {
+    if MODE.load(Ordering::Relaxed) == WAITING {
+        MODE.store(ON, Ordering::Release);
+        if !is_forking() {
+            BELOW.store(route::min_size(), Ordering::Release);
+        }
+    }
 }
 
 /// There is no daemon: libc serves small blocks too.
@@ -61,10 +89,7 @@ pub(crate) fn who() -> Who {
 fn first() -> Who {
     match route::connected() {
         Ok(_) if is_forking() => Who::Next,
-        Ok(_) => {
-            MODE.store(ON, Ordering::Release);
-            Who::Jemalloc
-        }
+        Ok(_) => Who::Jemalloc,
         Err(Outcome::Refused) => Who::Nobody,
         Err(_) => Who::Next,
     }
@@ -116,10 +141,14 @@ pub(crate) unsafe fn usable_bytes(block: *mut c_void) -> usize {
 pub(crate) fn before_fork() {
     if MODE.load(Ordering::Relaxed) != OFF {
         FORKER.store(thread_key(), Ordering::Relaxed);
+        BELOW.store(0, Ordering::Relaxed);
     }
 }
 
 /// After a fork, in parent and child, after the handlers of jemalloc.
 pub(crate) fn after_fork() {
     FORKER.store(0, Ordering::Relaxed);
+    if is_on() {
+        BELOW.store(route::min_size(), Ordering::Release);
+    }
 }
