@@ -238,6 +238,53 @@ impl Arena {
         Some(block)
     }
 
+    /// Takes `pages` from free blocks of both kinds that lie side by side, and counts as dirty. This looks at
+    /// block after block.
+    pub fn take_across(&mut self, pages: u32, align: u32) -> Option<Block> {
+        let block = self.find_across(pages, align)?;
+        let end = block.first + block.pages;
+        let mut at = block.first;
+        while self.tag(at).state == INSIDE {
+            at -= 1;
+        }
+        while at < end && at < self.top {
+            let Tag { pages: length, state, .. } = *self.tag(at);
+            let kind = if state == DIRTY { Kind::Dirty } else { Kind::Clean };
+            self.remove(at);
+            self.tag_mut(at).state = INSIDE;
+            let lead = Block { first: at, pages: block.first.saturating_sub(at) };
+            let rest = Block { first: end, pages: (at + length).saturating_sub(end) };
+            for part in [lead, rest] {
+                if part.pages > 0 {
+                    self.insert(part, kind);
+                }
+            }
+            at += length;
+        }
+        self.top = self.top.max(end);
+        self.write(block, USED);
+        Some(block)
+    }
+
+    fn find_across(&self, pages: u32, align: u32) -> Option<Block> {
+        let (mut run, mut page) = (0, 0);
+        while page < self.top {
+            let Tag { pages: length, state, .. } = *self.tag(page);
+            page += length;
+            if state != DIRTY && state != CLEAN {
+                run = page;
+                continue;
+            }
+            // Behind the last block are pages that were never used.
+            let end = if page == self.top { self.capacity } else { page };
+            let first = self.aligned(run, align)?;
+            if first.checked_add(pages)? <= end {
+                return Some(Block { first, pages });
+            }
+        }
+        None
+    }
+
     /// Frees a live block.
     pub fn free(&mut self, block: Block, fate: Fate) {
         match fate {

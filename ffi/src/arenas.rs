@@ -230,6 +230,20 @@ impl Arenas {
         arenas.find_map(|(index, arena)| Some((index, arena.range(address, pages)?)))
     }
 
+    /// As [`Self::allocate`], from free memory of both kinds side by side: pieces that were discarded, and
+    /// between them what was too little for that. It takes long, and is for where there is no other memory.
+    pub fn allocate_across(&mut self, bytes: usize, align: usize) -> Option<Allocated> {
+        let pages = self.pages_of(bytes)?;
+        let align = low_u32(align.div_ceil(self.page_bytes).max(1) as u64);
+        self.list.iter_mut().flatten().find_map(|arena| {
+            let dirty_before = arena.dirty_pages();
+            let block = arena.take_across(pages, align)?;
+            self.dirty_pages -= (dirty_before - arena.dirty_pages()) as usize;
+            self.live_pages += pages as usize;
+            Some(Allocated { address: arena.address(block.first), is_zero: false })
+        })
+    }
+
     /// Frees the block at `address`.
     ///
     /// # Errors

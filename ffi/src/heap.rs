@@ -226,7 +226,10 @@ impl Heap {
             if let Some(block) = allocate()? {
                 break block;
             }
-            self.grow(source, bytes, align, &mut growth)?;
+            if let Err(error) = self.grow(source, bytes, align, &mut growth) {
+                let mut arenas = self.arenas.enter().ok_or_else(inside)?;
+                break arenas.allocate_across(bytes, align).ok_or(error)?;
+            }
         };
         let range = block.address..block.address + bytes.next_multiple_of(page_bytes());
         match self.open(source, &range) {

@@ -147,9 +147,12 @@ fn run(seed: u64, piece: u32) {
                 let magnitude = 12 + chance.below(12);
                 let bytes = 1 + chance.below(1 << magnitude);
                 let align = PAGE << chance.below(12);
-                if let Some(new) =
-                    arenas.allocate(bytes, align, [First::Dirty, First::Zero][chance.below(2)])
-                {
+                let first = [First::Dirty, First::Zero][chance.below(2)];
+                let new = match arenas.allocate(bytes, align, first) {
+                    None => arenas.allocate_across(bytes, align),
+                    new => new,
+                };
+                if let Some(new) = new {
                     let bytes = bytes.next_multiple_of(PAGE);
                     assert!(new.address.is_multiple_of(align));
                     assert_free(&model, new.address, bytes);
@@ -291,6 +294,26 @@ fn what_a_discard_may_still_reach_is_not_given_out() {
     assert_eq!(again, Some(Allocated { address: block, is_zero: true }));
     arenas.free(block).expect("live");
     assert!(arenas.take_doubtful().is_none(), "the doubt is settled");
+}
+
+#[test]
+fn what_is_free_serves_though_parts_of_it_were_discarded() {
+    let mut arenas = Arenas::new(PAGE, 512);
+    arenas.add(1 << 30, 12 << 20).expect("tables");
+    // Each is a whole piece and half of one, which is too little to be discarded; they begin 4 MiB apart.
+    let blocks =
+        [(); 3].map(|()| arenas.allocate(3 << 20, PAGE, First::Dirty).expect("room").address);
+    for block in &blocks[..2] {
+        arenas.free(*block).expect("live");
+    }
+    while let Some(piece) = arenas.take_dirty() {
+        arenas.give_back(&piece, Discarded::Done);
+    }
+    assert_eq!(arenas.allocate(8 << 20, PAGE, First::Dirty), None, "no kind has so much in one");
+    assert_eq!(arenas.allocate_across((8 << 20) + 1, PAGE), None, "a live block lies there");
+    let all = arenas.allocate_across(8 << 20, PAGE);
+    assert_eq!(all, Some(Allocated { address: blocks[0], is_zero: false }));
+    check(&arenas, &BTreeMap::from([(blocks[0], 8 << 20), (blocks[2], 3 << 20)]));
 }
 
 #[test]
