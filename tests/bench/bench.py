@@ -200,23 +200,35 @@ def malloc(pairs):
     table(["allocate, touch each page, free", "tiermgr", "glibc", "ratio"], rows)
 
 
+def debian_jemalloc():
+    """What small objects are compared with."""
+    found = next(pathlib.Path("/usr/lib").glob("*/libjemalloc.so.2"), None)
+    if found is None:
+        raise Unavailable("libjemalloc.so.2 is not there: run scripts/setup")
+    return str(found)
+
+
 def small(pairs):
     """Small objects where everything fits, against jemalloc without us."""
-    jemalloc = next(pathlib.Path("/usr/lib").glob("*/libjemalloc.so.2"), None)
-    if jemalloc is None:
-        raise Unavailable("libjemalloc.so.2 is not there: run scripts/setup")
-    command = [program("small_objects"), SMALL_OBJECTS, 1]
+    jemalloc = debian_jemalloc()
+    with folder() as at, Daemon(at, 8192 * MIB, 256 * MIB) as daemon:
+        objects_held(pairs, daemon, jemalloc)
+        objects_made(pairs, daemon, jemalloc)
+
+
+def objects_held(pairs, daemon, jemalloc):
+    """Ten million objects of one thread: what they cost, and the memory that they take."""
+    command = [program("small_objects"), "held", SMALL_OBJECTS, 1]
     # The second gets huge pages as managed memory does, which costs more where the kernel has to make them.
-    others = {"jemalloc": {"LD_PRELOAD": str(jemalloc)},
-              "jemalloc, thp:always": {"LD_PRELOAD": str(jemalloc), "MALLOC_CONF": "thp:always"},
+    others = {"jemalloc": {"LD_PRELOAD": jemalloc},
+              "jemalloc, thp:always": {"LD_PRELOAD": jemalloc, "MALLOC_CONF": "thp:always"},
               "glibc": {}}
     sides = {"tiermgr --small": [], **{name: [] for name in others}}
-    with folder() as at, Daemon(at, 8192 * MIB, 256 * MIB) as daemon:
-        for _ in range(pairs):
-            sides["tiermgr --small"].append(run(command, env=daemon.preloaded(TIERMGR_SMALL="1")))
-            daemon.wait_until_empty()
-            for name, env in others.items():
-                sides[name].append(run(command, env=clean_environment(**env)))
+    for _ in range(pairs):
+        sides["tiermgr --small"].append(run(command, env=daemon.preloaded(TIERMGR_SMALL="1")))
+        daemon.wait_until_empty()
+        for name, env in others.items():
+            sides[name].append(run(command, env=clean_environment(**env)))
     rows = []
     for key, what, form in (
             ("ns_per_malloc", "make, ns an object", "{:.0f}"),
@@ -227,7 +239,7 @@ def small(pairs):
         values = [[r[key] for r in runs] for runs in sides.values()]
         rows.append([what, *(spread(v, form) for v in values), ratio(values[0], values[1]),
                      ratio(values[0], values[2])])
-    print(f"{SMALL_OBJECTS} objects of 16 to 256 bytes.\n")
+    print(f"{SMALL_OBJECTS} objects of 16 to 256 bytes, CPU time.\n")
     table(["", *sides, "to jemalloc", "to that with thp:always"], rows)
 
 
@@ -253,6 +265,44 @@ def forks(pairs):
             *(ratio(values, columns[0]) for values in columns[1:])]
            for name, columns in (("p50, us", [[r[0] for r in runs] for runs in sides.values()]),
                                  ("p99, us", [[r[1] for r in runs] for runs in sides.values()]))])
+
+
+# Work of all threads together: replacements of objects of so many bytes, batches of 64, arrays.
+OBJECTS = (
+    *(("churn", threads, least, most, count // threads)
+      for least, most, count in ((16, 64, 4_000_000), (64, 512, 2_000_000), (512, 4096, 800_000),
+                                 (4096, 32768, 200_000))
+      for threads in (1, 2, 4)),
+    *(("queue", threads, 120_000 // threads) for threads in (2, 4)),
+    *(("grow", threads, 80_000 // threads) for threads in (1, 2, 4)),
+)
+
+
+def objects_made(pairs, daemon, jemalloc):
+    """Objects that come and go in several threads: throughput, first touches included."""
+    binary = program("small_objects")
+    runs = [[] for _ in OBJECTS]
+    for _ in range(pairs):
+        for work, pair in zip(OBJECTS, runs, strict=True):
+            theirs = run([binary, *work], env=clean_environment(LD_PRELOAD=jemalloc))
+            ours = run([binary, *work], env=daemon.preloaded(TIERMGR_SMALL="1"))
+            daemon.wait_until_empty()
+            pair.append((ours, theirs))
+    rows, means = [], {"per_s": [], "per_cpu_s": []}
+    for work, pair in zip(OBJECTS, runs, strict=True):
+        name = {"churn": "replace, {2} to {3} bytes", "queue": "pass on", "grow": "realloc"}[work[0]]
+        row = [name.format(*work), work[1]]
+        for key, all_medians in means.items():
+            ours, theirs = ([side[key] for side in sides] for sides in zip(*pair, strict=True))
+            all_medians.append(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)))
+            row += [spread([v / 1e6 for v in ours]), spread([v / 1e6 for v in theirs]),
+                    ratio(ours, theirs)]
+        rows.append(row)
+    rows.append(["geometric mean", "", "", "", f"{statistics.geometric_mean(means['per_s']):.2f}",
+                 "", "", f"{statistics.geometric_mean(means['per_cpu_s']):.2f}"])
+    print("Millions of operations a second, and a second of CPU time.\n")
+    table(["", "threads", "tiermgr --small", "jemalloc", "ratio", "CPU: tiermgr --small", "jemalloc",
+           "ratio"], rows)
 
 
 BENCHMARKS = {"device": device, "fault": fault, "oversubscribed": oversubscribed, "below": below,
