@@ -2,11 +2,8 @@
 find every byte, whatever becomes of the daemon."""
 
 import contextlib
-import hashlib
 import os
 import pathlib
-import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +13,7 @@ import pytest
 
 from meter import Meter
 import product
-from resp import Redis, Refused
+from redis_server import COUNTERS, Counter, Shadow, assert_one_instant, program_in, redis_server
 
 HERE = pathlib.Path(__file__).parent
 MIB = 1 << 20
@@ -150,117 +147,32 @@ def test_discards_while_the_daemon_is_away(folder, discarder):
 
 @pytest.fixture
 def redis_program(folder):
-    """The server, which Debian's redis-tools has under another name."""
-    found = shutil.which("redis-check-rdb")
-    if not found:
+    program = program_in(folder)
+    if program is None:
         pytest.skip("redis-check-rdb is not there: run scripts/setup")
-    program = folder / "redis-server"
-    program.symlink_to(pathlib.Path(found).resolve())
     return program
-
-
-@contextlib.contextmanager
-def redis_server(program, at, prefix=(), env=None):
-    """A server with its socket and its dump in a folder of its own."""
-    at.mkdir(exist_ok=True)
-    path = at / "redis.sock"
-    command = [*map(str, prefix), str(program), "--port", "0", "--unixsocket", str(path), "--save", "",
-               "--dir", str(at), "--appendonly", "no", "--enable-debug-command", "yes"]
-    with open(at / "log", "w+") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                   env=env or product.clean_environment())
-        try:
-            client = None
-            deadline = time.monotonic() + 60
-            while client is None:
-                try:
-                    client = Redis(path)
-                    client("PING")
-                except (OSError, Refused):
-                    client = None
-                    assert process.poll() is None and time.monotonic() < deadline, \
-                        (at / "log").read_text()[-4000:]
-                    time.sleep(0.05)
-            yield client
-            client.send([("SHUTDOWN", "NOSAVE")])
-            assert process.wait(60) == 0, (at / "log").read_text()[-4000:]
-            client.close()
-        finally:
-            process.kill()
-            process.wait()
-
-
-def value_of(key, turn):
-    word = hashlib.blake2b(b"%d %d" % (key, turn), digest_size=32).digest()
-    return (word * 128)[:200 + (key * 977 + turn) % 3500]
-
-
-def batches(sequence, size=64):
-    sequence = list(sequence)
-    return (sequence[i:i + size] for i in range(0, len(sequence), size))
 
 
 @pytest.mark.seconds(400)
 def test_redis_holds_twice_its_limit(folder, redis_program):
-    keys, dram_mib = 50_000, 56
+    dram_mib = 56
     report = folder / "report.json"
     prefix = product.run_command(dram_mib * MIB, f"{folder / 'store'}:1024M", report, [])
     prefix[2:2] = SMALL
-    chance = random.Random(7)
-    turns = {}
     with redis_server(redis_program, folder / "managed", prefix) as client:
-        for batch in batches(range(keys)):
-            client.many(("SET", f"key:{key}", value_of(key, 0)) for key in batch)
-            turns.update((key, 0) for key in batch)
+        expected = Shadow(client, 50_000)
+        expected.fill()
         for turn in range(1, 60):
-            some = [chance.randrange(keys) for _ in range(40)]
-            for key, found in zip(some, client.many(("GET", f"key:{key}") for key in some)):
-                assert found == (value_of(key, turns[key]) if key in turns else None), key
-            gone = some[:5]
-            client.many(("DEL", f"key:{key}") for key in gone)
-            for key in gone:
-                turns.pop(key, None)
-            written = set(some[5:20]) - set(gone)
-            client.many(("SET", f"key:{key}", value_of(key, turn)) for key in written)
-            turns.update((key, turn) for key in written)
-        for batch in batches(range(keys)):
-            for key, found in zip(batch, client.many(("GET", f"key:{key}") for key in batch)):
-                assert found == (value_of(key, turns[key]) if key in turns else None), key
-        assert client("DBSIZE") == len(turns)
-        written = save_while_writing(client, folder / "managed")
+            expected.change(turn)
+        expected.verify()
+        counter = Counter(client)
+        counter.write(20)
+        bounds = counter.snapshot()
+        counter.write(20)
     counters = product.counters(report)
     assert counters["recalled_pages"] + counters["prefetched_pages"] >= 10_000, counters
     assert counters["poisoned_pages"] == 0 and counters["forks"] >= 1, counters
     # By a server that knows nothing of tiermgr.
     with redis_server(redis_program, folder / "managed") as client:
-        found = [int(value) for value in client("MGET", *(f"counter:{i}" for i in range(1000)))]
-        for key in chance.sample(sorted(turns), 3000):
-            assert client("GET", f"key:{key}") == value_of(key, turns[key]), key
-        assert client("DBSIZE") == len(turns) + 1000
-    # A snapshot of one instant: each key has the last number that was written to it before that.
-    last = max(found)
-    assert 1000 <= last < written
-    assert found == [last - (last - i) % 1000 for i in range(1000)]
-
-
-def save_while_writing(client, at):
-    """Writes an increasing number to a thousand keys in turn, and has a snapshot taken meanwhile; gives the
-    number of writes."""
-    count = 0
-
-    def write():
-        nonlocal count
-        client.many(("SET", f"counter:{(count + i) % 1000}", count + i) for i in range(100))
-        count += 100
-
-    for _ in range(20):
-        write()
-    client("BGSAVE")
-    deadline = time.monotonic() + 200
-    while b"rdb_bgsave_in_progress:1" in client("INFO", "persistence"):
-        write()
-        assert time.monotonic() < deadline, (at / "log").read_text()[-4000:]
-    assert b"rdb_last_bgsave_status:ok" in client("INFO", "persistence")
-    for _ in range(20):
-        write()
-    return count
+        assert_one_instant(client, bounds)
+        expected.verify(client, COUNTERS)
