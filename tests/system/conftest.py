@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
+sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[1] / "programs")]
 
 import product  # noqa: E402
 from box import Box, Unavailable  # noqa: E402

@@ -20,7 +20,7 @@ def group_ids():
 
 
 @contextlib.contextmanager
-def system_daemon(folder, settings=""):
+def system_daemon(folder, settings="", dram="128MiB", store="1GiB", popen=subprocess.Popen):
     """A daemon from a configuration file with more `settings`, its socket for the group `users`. Gives the folder with the
     socket and all that a user without rights may run; `public / "state"` leads to its state."""
     # Programs have to be executable here, which /dev/shm need not allow; state is for a tmpfs.
@@ -34,17 +34,17 @@ def system_daemon(folder, settings=""):
 socket = "{socket}"
 socket_group = "users"
 state_dir = "{state}"
-dram = "128MiB"
+dram = "{dram}"
 {settings}
 [store]
 path = "{folder / 'store'}"
-size = "1GiB"
+size = "{store}"
 """)
     # What a user without rights runs must lie where that user may read.
     for source in (product.PRELOAD, product.CTL):
         shutil.copy(source, public)
     log = open(folder / "daemon.log", "w+")
-    process = subprocess.Popen([product.DAEMON, "--config", config], stdin=subprocess.DEVNULL,
+    process = popen([product.DAEMON, "--config", config], stdin=subprocess.DEVNULL,
                                stdout=log, stderr=log, env=product.clean_environment())
     try:
         deadline = time.monotonic() + 60
