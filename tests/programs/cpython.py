@@ -16,7 +16,11 @@ ARRAY_MIB = int(os.environ.get("TIERMGR_TEST_ARRAY_MIB", "1024"))
 # Its own allocator of small objects takes them from mappings.
 ENVIRONMENT = {"PYTHONMALLOC": "malloc"}
 # Tests that may differ, each with its reason.
-KNOWN = {}
+POSIX = ".test.test_subprocess.POSIXProcessTestCase."
+KNOWN = {
+    POSIX + "test_pass_fds_redirected": "it counts all descriptors, and three are the library's",
+    POSIX + "test_close_fds_when_max_fd_is_lowered": "no descriptor is left to attach with, and --require refuses",
+}
 
 
 def interpreter():

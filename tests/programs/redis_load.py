@@ -11,6 +11,9 @@ import product
 from redis_server import COUNTERS, Counter, Shadow, assert_one_instant, program_in, redis_server
 from ways import Case, Failed, judge_outcomes
 
+# They look for the server's forked child by asking pgrep for its first child, which is tiermgr's helper.
+SKIPPED = ("SRANDMEMBER with a dict containing long chain", "Don't rehash if redis has child process",
+           "failed bgsave prevents writes")
 # Tests that may differ, each with its reason.
 KNOWN = {}
 KEYS = int(os.environ.get("TIERMGR_TEST_REDIS_KEYS", "200000"))
@@ -92,9 +95,10 @@ def suite(way):
     source = suite_folder()
     shutil.rmtree(source / "tests" / "tmp", ignore_errors=True)
     (source / "tests" / "tmp").mkdir()
-    singles = [word for name in SUITE for word in ("--single", name)]
+    chosen = [word for name in SUITE for word in ("--single", name)]
+    chosen += [word for name in SKIPPED for word in ("--skiptest", name)]
     out = way.run(["tclsh", "tests/test_helper.tcl", "--clients", 3, "--baseport", PORT, "--portcount", 400,
-                   "--no-latency", "--timeout", 900, *singles], 3000, cwd=source, status=(0, 1), env=product.clean_environment(TERM="dumb"))
+                   "--no-latency", "--timeout", 900, *chosen], 3000, cwd=source, status=(0, 1), env=product.clean_environment(TERM="dumb"))
     found = {}
     for kind, test in re.findall(r"\[(ok|err|exception|ignore|skip)\]: (.*?)(?: \(\d+ ms\))?$", out, re.M):
         # Of several tests of one name the worst.

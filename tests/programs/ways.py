@@ -18,6 +18,8 @@ from meter import Meter
 PAGE = 4096
 # Of a limit the daemon takes this for itself, more or less.
 DAEMON_MIB = 24
+# The least that it takes.
+DRAM_MIN_MIB = 32
 # Where nothing has to leave.
 PLENTY_MIB = 8192
 STORE_MIB = 4096
@@ -146,7 +148,7 @@ def measure(case, folder, dram_mib=None, flags=()):
 
 def half_of(native):
     """The limit that leaves a program half of what it holds natively."""
-    return native.peak_mib // 2 + DAEMON_MIB
+    return max(DRAM_MIN_MIB, native.peak_mib // 2 + DAEMON_MIB)
 
 
 def judge(case, native, seen, mmap=False):
