@@ -126,6 +126,52 @@ static inline size_t absent_pages(const void *memory, size_t bytes) {
     return absent;
 }
 
+/* Arenas are advised to use huge pages; the heap of libc, the tables of jemalloc and what a program maps by
+ * itself are not. */
+static inline bool is_managed(const void *address) {
+    FILE *maps = fopen("/proc/self/smaps", "r");
+    CHECK(maps);
+    char line[512];
+    bool inside = false, managed = false;
+    while (fgets(line, sizeof line, maps)) {
+        uintptr_t start, end;
+        if (sscanf(line, "%" SCNxPTR "-%" SCNxPTR " ", &start, &end) == 2)
+            inside = (uintptr_t)address >= start && (uintptr_t)address < end;
+        else if (inside && strncmp(line, "VmFlags:", 8) == 0)
+            managed = strstr(line, " hg") != NULL;
+    }
+    fclose(maps);
+    return managed;
+}
+
+/* Mappings of this process. */
+static inline size_t mappings(void) {
+    FILE *maps = fopen("/proc/self/maps", "r");
+    CHECK(maps);
+    size_t lines = 0;
+    for (int c = getc(maps); c != EOF; c = getc(maps))
+        lines += c == '\n';
+    fclose(maps);
+    return lines;
+}
+
+/* Whether the kernel can read a byte there for us. */
+static inline bool can_read(const void *at) {
+    static int ends[2] = {-1, -1};
+    static pid_t owner;
+    char byte;
+    if (owner != getpid()) {
+        CHECK(pipe(ends) == 0);
+        owner = getpid();
+    }
+    bool can = write(ends[1], at, 1) == 1;
+    CHECK(can || errno == EFAULT);
+    if (can)
+        CHECK(read(ends[0], &byte, 1) == 1);
+    errno = 0;
+    return can;
+}
+
 /* Writes and reads a block of the size of the working set, so that whatever else is managed must
  * leave memory. Call pressure_end() when it has served. */
 static void *pressure_block;

@@ -5,6 +5,8 @@
 #[cfg(test)]
 mod manners;
 #[cfg(test)]
+mod mapping;
+#[cfg(test)]
 mod small;
 #[cfg(test)]
 mod stage;

@@ -86,23 +86,6 @@ static size_t read_size(const char *name) {
     return value;
 }
 
-/* Arenas are advised to use huge pages; the heap of libc and the tables of jemalloc are not. */
-static bool is_managed(const void *block) {
-    FILE *maps = fopen("/proc/self/smaps", "r");
-    CHECK(maps);
-    char line[512];
-    bool inside = false, managed = false;
-    while (fgets(line, sizeof line, maps)) {
-        uintptr_t start, end;
-        if (sscanf(line, "%" SCNxPTR "-%" SCNxPTR " ", &start, &end) == 2)
-            inside = (uintptr_t)block >= start && (uintptr_t)block < end;
-        else if (inside && strncmp(line, "VmFlags:", 8) == 0)
-            managed = strstr(line, " hg") != NULL;
-    }
-    fclose(maps);
-    return managed;
-}
-
 static void introspection(void) {
     /* Caches of threads count as allocated: so there is some slack. */
     size_t before = read_size("stats.allocated");
