@@ -35,6 +35,8 @@ pub enum First {
     Dirty,
     /// What reads as zeros.
     Zero,
+    /// What was never used, and nothing else.
+    Fresh,
 }
 
 /// What is known of a range that the daemon was told to forget.
@@ -151,6 +153,7 @@ impl Arenas {
         let order = match first {
             First::Dirty => [dirty, clean, FRESH],
             First::Zero => [clean, FRESH, dirty],
+            First::Fresh => [FRESH; 3],
         };
         order.into_iter().find_map(|kind| {
             let mut arenas = self.list.iter_mut().flatten().enumerate();

@@ -81,6 +81,8 @@ pub struct Heap {
     mapped_bytes: AtomicUsize,
     /// There has been one.
     has_mappings: AtomicBool,
+    /// What was unmapped last could not be discarded.
+    is_refused: AtomicBool,
 }
 
 // SAFETY: the bits of an integer.
@@ -106,6 +108,7 @@ impl Heap {
             changes: Changes::new(),
             mapped_bytes: AtomicUsize::new(0),
             has_mappings: AtomicBool::new(false),
+            is_refused: AtomicBool::new(false),
         }
     }
 
@@ -232,13 +235,17 @@ impl Heap {
             }
         };
         let range = block.address..block.address + bytes.next_multiple_of(page_bytes());
-        match self.open(source, &range) {
-            Ok(()) => Ok(block),
-            Err(error) => {
-                self.arenas.enter().ok_or_else(inside)?.put_back(block, bytes);
-                Err(Error::system("opening memory that was unmapped", &error))
-            }
-        }
+        self.open(source, &range).map_or_else(
+            |error| {
+                let mut arenas = self.arenas.enter().ok_or_else(inside)?;
+                arenas.put_back(block, bytes);
+                // The kernel splits no more mappings for this process. What was never used is open.
+                arenas
+                    .allocate(bytes, align, First::Fresh)
+                    .ok_or_else(|| Error::system("opening memory that was unmapped", &error))
+            },
+            |()| Ok(block),
+        )
     }
 
     /// Gives access again to what of a range, which is this thread's alone, had been unmapped.

@@ -36,6 +36,8 @@
 //! | `TIERMGR_SOCKET` | socket of the daemon |
 //! | `TIERMGR_MIN_SIZE` | smallest managed size: bytes, or with `K`, `M`, `G`; at least 16K |
 //! | `TIERMGR_SMALL` | `1`: smaller ones are managed too |
+//! | `TIERMGR_MMAP` | `1`: large mappings of the program's are managed too |
+//! | `TIERMGR_MMAP_MIN` | smallest of them, 1M unless said otherwise; at least 64K |
 //! | `TIERMGR_CLASS` | `latency`, `standard` or `bulk` |
 //! | `TIERMGR_REQUIRE` | `1`: no memory from libc in place of managed memory |
 //! | `TIERMGR_RULES` | file that says which programs are managed, and how (`tiermgrctl run --only`) |

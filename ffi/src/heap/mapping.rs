@@ -10,12 +10,16 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 impl Heap {
-    /// Memory for a mapping of at least `bytes` on a multiple of `align`. Such as reads as zeros first.
+    /// Memory for a mapping of at least `bytes` on a multiple of `align`. Such as reads as zeros first; but
+    /// where nobody discards what is unmapped, for the daemon is away, the program goes on with that: what was
+    /// never used may be armed, and its first touch would wait.
     ///
     /// # Errors
     /// As [`Self::allocate`].
     pub fn map(&self, source: &impl Source, bytes: usize, align: usize) -> Result<Allocated> {
-        let block = self.take(source, bytes, align, First::Zero)?;
+        let is_refused = self.is_refused.load(Ordering::Relaxed);
+        let first = if is_refused { First::Dirty } else { First::Zero };
+        let block = self.take(source, bytes, align, first)?;
         let range = block.address..block.address + bytes.next_multiple_of(page_bytes());
         self.begin(&range).inspect_err(|_| {
             if let Some(mut arenas) = self.arenas.enter() {
@@ -90,6 +94,7 @@ impl Heap {
         let Ok(piece) = arenas.take_live(range.start, range.len()) else { return };
         drop(arenas);
         let outcome = discard();
+        self.is_refused.store(outcome != Discarded::Done, Ordering::Relaxed);
         // A thread that is inside already came here from a signal handler; what it has taken is lost.
         if let Some(mut arenas) = self.arenas.enter() {
             arenas.give_back(&piece, outcome);

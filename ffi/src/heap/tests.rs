@@ -293,7 +293,10 @@ fn what_was_unmapped_is_opened_for_whoever_gets_it_next() {
     heap.unmap(&middle, || Discarded::Done);
     assert_eq!(source.opened.get(), 0);
     source.opens.set(false);
-    let error = heap.allocate(&source, 8 * PIECE, 1).expect_err("it cannot be opened");
+    let open = heap.allocate(&source, 8 * PIECE, 1).expect("what was never used is open");
+    assert!(open.is_zero && open.address >= mapping.end);
+    heap.allocate(&source, ARENA_BYTES_FIRST - 2 * BYTES, 1).expect("the rest of the arena");
+    let error = heap.allocate(&source, 9 * PIECE, 1).expect_err("it cannot be opened");
     assert_eq!(error.status, Status::NoMemory);
     let error = heap.map_at(&source, &middle).expect_err("neither can it for a mapping");
     assert_eq!(error.status, Status::NoMemory);

@@ -110,6 +110,7 @@ Examples:
 Examples:
   tiermgrctl run --dram 8G -- python3 train.py
   tiermgrctl run --dram 2G --nvme /mnt/fast/store:64G --small -- redis-server
+  tiermgrctl run --dram 4G --mmap -- python3 many-objects.py
   tiermgrctl run --dram 512MiB --report run.json -- ./my-program --its-option
 
 Environment:
@@ -155,6 +156,14 @@ pub(crate) struct RunArgs {
     /// with its first allocation, whatever its size.
     #[arg(long)]
     pub(crate) small: bool,
+
+    /// Manage large mappings too that programs make by mmap (sets TIERMGR_MMAP=1)
+    ///
+    /// Anonymous private mappings of 1 MiB and more that are read and written from the start; no stacks, no
+    /// files, nothing shared, locked or executed, and no reservations without access. For programs with an
+    /// allocator of their own, such as Python's for small objects. TIERMGR_MMAP_MIN changes the least size.
+    #[arg(long)]
+    pub(crate) mmap: bool,
 
     /// Least size of an allocation that is managed, or with --small of one that jemalloc is not asked for
     #[arg(long, value_name = "SIZE")]

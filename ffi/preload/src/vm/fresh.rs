@@ -5,7 +5,7 @@
 //! access, which is a reservation of addresses and stays the kernel's, also when it is made accessible later.
 
 use super::Outcome;
-use super::layout::{Mapping, set_up};
+use super::layout::{EXTENT, Mapping, set_up};
 use crate::route;
 use std::ffi::c_int;
 use tiermgr::client::Client;
@@ -16,14 +16,20 @@ use tiermgr::status::{Error, Status};
 const ACCESS: c_int = libc::PROT_READ | libc::PROT_WRITE;
 const PRIVATE: c_int = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 const UNDERSTOOD: c_int = PRIVATE | libc::MAP_NORESERVE | libc::MAP_POPULATE | libc::MAP_NONBLOCK;
+/// Where mappings begin, so that none shares what the daemon moves as one with a neighbour that may be unmapped:
+/// the kernel does not move what is accessible in part.
+const ALIGN: usize = EXTENT;
 /// The daemon promises room for all of an arena. A program that maps more than this without asking for room
 /// means to use little of it.
 const NORESERVE_BYTES_MAX: usize = ARENA_BYTES_FIRST;
+/// No machine has so much, and most have no such addresses.
+const BYTES_MAX: usize = 1 << 46;
 
 /// Whether a mapping at no certain address is to be managed.
 pub(super) fn is_wanted(mapping: &Mapping) -> bool {
     let Mapping { bytes, access, flags, offset, .. } = *mapping;
     route::is_large_mapping(bytes)
+        && bytes <= BYTES_MAX
         && access == ACCESS
         && flags & PRIVATE == PRIVATE
         && flags & !UNDERSTOOD == 0
@@ -65,7 +71,7 @@ fn refused(outcome: &route::Outcome) -> Option<Outcome> {
 fn place(client: &Client, hint: usize, bytes: usize) -> Result<usize, Error> {
     let hint = hint.checked_next_multiple_of(page_bytes()).unwrap_or(0);
     if hint == 0 {
-        return Ok(client.map(bytes, page_bytes())?.start);
+        return Ok(client.map(bytes, ALIGN)?.start);
     }
     if let Some(end) = hint.checked_add(bytes)
         && client.heap().owns(hint)
@@ -74,5 +80,6 @@ fn place(client: &Client, hint: usize, bytes: usize) -> Result<usize, Error> {
         return Ok(hint);
     }
     let at_most = bytes.checked_next_power_of_two().map_or(ALIGN_MAX, |whole| whole.min(ALIGN_MAX));
-    Ok(client.map(bytes, (1 << hint.trailing_zeros()).min(at_most))?.start)
+    let align = (1 << hint.trailing_zeros()).min(at_most).max(ALIGN);
+    Ok(client.map(bytes, align)?.start)
 }

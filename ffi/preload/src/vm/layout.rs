@@ -18,7 +18,7 @@ use tiermgr::space::page_bytes;
 use tiermgr::status::Status;
 
 /// What the daemon counts in.
-const EXTENT: usize = 64 << 10;
+pub(super) const EXTENT: usize = 64 << 10;
 const ALL: Flags = Flags::MAX;
 
 /// Arguments of mmap other than the address.

@@ -14,10 +14,11 @@
 //! | `MADV_WIPEONFORK`, `DONTFORK`, and back | the part is held in memory under a lease as long as it lasts, then natively; `ENOMEM` where no more may be held |
 //! | `MADV_WILLNEED`, `COLD`, `PAGEOUT`, `NORMAL`, `SEQUENTIAL`, `RANDOM` | advice to the daemon |
 //! | other advice | natively |
-//! | `munmap` | the bytes are dropped and the part is inaccessible; its addresses stay taken until the block is freed, and then serve again |
+//! | `munmap` | the bytes are dropped and the part is inaccessible; its addresses stay taken until the block is freed, and then serve again. Pages of a mapping serve again at once |
+//! | `mmap` at no certain address | where `TIERMGR_MMAP` asks for it: cut from the heap (`fresh`) |
 //! | `mmap` with `MAP_FIXED`, private and anonymous | the bytes are dropped, the memory stays managed |
 //! | `mmap` with `MAP_FIXED`, anything else | natively, when the daemon has let the part go; it is not managed from then on, and retired when the block is freed |
-//! | `mremap` | the bytes are copied to a new native mapping, which is not managed; the old part is as after `munmap`, or with `MREMAP_DONTUNMAP` empty |
+//! | `mremap` | a mapping grows in place, or its bytes are copied to another; those of a block are copied to a new native mapping, which is not managed unless `TIERMGR_MMAP` asks for it. The old part is as after `munmap`, or with `MREMAP_DONTUNMAP` empty |
 //! | `mprotect`, `pkey_mprotect`, `mlock`, `mlock2`, `munlock` | natively; undone when the block is freed |
 //!
 //! Nothing here allocates. A signal handler that interrupts this library's own work with the daemon gets

@@ -338,6 +338,9 @@ fn environment(args: &RunArgs, socket: &Path, rules: Option<PathBuf>) -> Vec<(Os
     if args.small {
         environment.push(("TIERMGR_SMALL".into(), "1".into()));
     }
+    if args.mmap {
+        environment.push(("TIERMGR_MMAP".into(), "1".into()));
+    }
     if args.require {
         environment.push(("TIERMGR_REQUIRE".into(), "1".into()));
     }

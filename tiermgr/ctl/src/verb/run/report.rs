@@ -18,7 +18,7 @@ use tiermgr_wire::control::{FamilyStats, Status};
 const LINES_MAX: usize = 14;
 /// Said where the whole run went by without tiermgr.
 const NONE_ATTACHED: &str = "no program attached, so that nothing was limited or parked: all allocations were \
-                             below --min-size (without --small), or tiermgr did not reach the program (README: What can go wrong)";
+                             below --min-size (see --small), or mapped by the programs (see --mmap), or tiermgr did not reach the program (README: What can go wrong)";
 /// Said where a daemon that serves others too has come and gone.
 const RESTARTED: &str = "the daemon was restarted meanwhile: what it counts began anew, and how many programs \
                          of this run it managed is not known";
