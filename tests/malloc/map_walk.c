@@ -25,6 +25,8 @@ static struct {
 } spans[4096];
 static size_t span_count, live_pages, limit_pages, managed, hints_followed;
 static uint64_t chance = 1, contents = 1, step;
+/* Somebody else gets what was unmapped: malloc, where it lives in the same memory. */
+static bool others;
 
 static uint64_t draw(uint64_t below) {
     chance ^= chance << 13;
@@ -63,6 +65,8 @@ static void drop(uintptr_t address) {
 static void look(uintptr_t address, const char *what) {
     const struct page *page = find(address);
     const volatile uint64_t *words = (const uint64_t *)address;
+    if (!page && others)
+        return;
     if (!page || !(page->access & PROT_READ)) {
         if (can_read((void *)address))
             FAIL("step %" PRIu64 ", %s: %p can be read", step, what, (void *)address);
@@ -97,12 +101,22 @@ static void remember(uintptr_t start, size_t pages) {
     spans[at].pages = pages;
 }
 
-/* A range around something that was mapped at some time. */
+/* A range around something that was mapped at some time; or is, where others get what was unmapped. */
 static uintptr_t some_range(size_t *pages) {
-    size_t span = draw(span_count);
-    size_t from = draw(spans[span].pages);
-    *pages = 1 + draw(spans[span].pages - from + (draw(4) ? 0 : 300));
-    return spans[span].start + from * PAGE;
+    for (;;) {
+        size_t span = draw(span_count);
+        size_t from = draw(spans[span].pages), live = 0;
+        uintptr_t start = spans[span].start + from * PAGE;
+        *pages = 1 + draw(spans[span].pages - from + (draw(4) ? 0 : 300));
+        if (!others)
+            return start;
+        while (live < *pages && find(start + live * PAGE))
+            live++;
+        if (live > 0) {
+            *pages = live;
+            return start;
+        }
+    }
 }
 
 /* Whether all of a range is the program's, with one access to all of it. */
@@ -116,10 +130,13 @@ static bool is_uniform(uintptr_t start, size_t pages) {
     return first;
 }
 
-static bool is_all_known(uintptr_t start, size_t pages) {
-    for (size_t i = 0; i < pages; i++)
-        if (!slot_of(start + i * PAGE)->address)
+/* What was never mapped here may be the library's, and what was unmapped may be by now. */
+static bool is_ours(uintptr_t start, size_t pages) {
+    for (size_t i = 0; i < pages; i++) {
+        const struct page *page = slot_of(start + i * PAGE);
+        if (!page->address || (others && page->access == -1))
             return false;
+    }
     return true;
 }
 
@@ -155,7 +172,7 @@ static void map_some(void) {
     for (size_t i = 0; i < pages; i++)
         put(start + i * PAGE, 0, PROT_READ | PROT_WRITE);
     remember(start, pages);
-    if (draw(64) == 0)
+    if (draw(8) == 0)
         managed += is_managed((void *)start);
     if (draw(4) == 0)
         look_at(start, pages, "new");
@@ -165,8 +182,7 @@ static void map_some(void) {
 static void unmap_some(void) {
     size_t pages;
     uintptr_t start = some_range(&pages);
-    /* What was never mapped here may be the library's. */
-    if (!is_all_known(start, pages))
+    if (!is_ours(start, pages))
         return;
     CHECK(munmap((void *)start, pages * PAGE) == 0);
     for (size_t i = 0; i < pages; i++)
@@ -179,10 +195,10 @@ static void unmap_some(void) {
 static void map_at_some(void) {
     size_t pages;
     uintptr_t start = some_range(&pages);
-    if (!is_all_known(start, pages))
-        return;
-    bool gone = is_all_gone(start, pages);
     int fixed = draw(3) ? MAP_FIXED : MAP_FIXED_NOREPLACE;
+    bool gone = is_all_gone(start, pages);
+    if (!is_ours(start, pages) && !(gone && fixed == MAP_FIXED_NOREPLACE))
+        return;
     int access = draw(4) ? PROT_READ | PROT_WRITE : (int)draw(2) * PROT_READ;
     errno = 0;
     void *at = mmap((void *)start, pages * PAGE, access, PRIVATE | fixed, -1, 0);
@@ -209,7 +225,7 @@ static void move_some(void) {
     if (flags && draw(4) == 0) {
         size_t there;
         to = some_range(&there);
-        if (!is_all_known(to, to_pages) || (to < start + pages * PAGE && start < to + to_pages * PAGE))
+        if (!is_ours(to, to_pages) || (to < start + pages * PAGE && start < to + to_pages * PAGE))
             return;
         flags |= MREMAP_FIXED;
     } else if (flags && to_pages == pages && draw(2)) {
@@ -256,7 +272,7 @@ static void move_some(void) {
 static void discard_some(void) {
     size_t pages;
     uintptr_t start = some_range(&pages);
-    if (!is_all_known(start, pages))
+    if (!is_ours(start, pages))
         return;
     bool has_hole = false;
     for (size_t i = 0; i < pages; i++)
@@ -356,6 +372,7 @@ int main(void) {
     uint64_t steps = setting("STEPS", "6000");
     chance = setting("SEED", "1") * 0x9e3779b97f4a7c15u | 1;
     limit_pages = working_set() / PAGE;
+    others = getenv("TIERMGR_SMALL");
     /* Without access at first: the model is never managed. */
     size_t bytes = SLOTS * sizeof *table;
     table = mmap(NULL, bytes, PROT_NONE, PRIVATE | MAP_NORESERVE, -1, 0);
