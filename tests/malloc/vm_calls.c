@@ -487,6 +487,27 @@ static void moved(void) {
     CHECK(munmap(to, 2 * PART) == 0);
 }
 
+/* What a child is not to see it does not see elsewhere. An mprotect that makes no sense changes nothing. */
+static void moved_and_wiped(void) {
+    CHECK(mprotect(part, PART, 1 << 20) == -1 && errno == EINVAL);
+    CHECK(madvise(part, PART, MADV_WIPEONFORK) == 0);
+    unsigned char *to = mremap(part, PART, 2 * PART, MREMAP_MAYMOVE);
+    CHECK(to != MAP_FAILED && to != part);
+    pressure();
+    pid_t child = fork();
+    if (child == 0) {
+        zeros(to, 2 * PART);
+        around();
+        _exit(0);
+    }
+    expect_child(child);
+    for (size_t i = 0; i < PART / 8; i++)
+        if (((uint64_t *)to)[i] != pattern(SEED, FROM / 8 + i))
+            FAIL("%s: word %zu is wrong after it was moved", current, i);
+    CHECK(munmap(to, 2 * PART) == 0);
+    around();
+}
+
 static void moved_to_a_place(void) {
     unsigned char *place = mmap(NULL, PART, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(place != MAP_FAILED);
@@ -635,6 +656,7 @@ static const struct {
     {"munmap", unmapped},
     {"mmap over it", mapped_anew},
     {"mremap", moved},
+    {"mremap of what is wiped", moved_and_wiped},
     {"mremap to a place", moved_to_a_place},
     {"mremap that keeps", moved_and_kept},
     {"mremap that shrinks", shrunk},

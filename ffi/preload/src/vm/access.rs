@@ -28,6 +28,24 @@ pub(super) fn protect(
     let keyed = if key.is_some_and(|key| key != -1) { KEYED } else { 0 };
     // Should the kernel change part of it and then fail, nobody knows what is where.
     change(client, &range, UNSURE, 0)?;
+    protect_but_guards(client, &range, access, key).inspect_err(|&why| {
+        // Of what makes no sense it does nothing.
+        if why == libc::EINVAL {
+            // Clearing never fails.
+            let _cleared = change(client, &range, 0, UNSURE).is_ok();
+        }
+    })?;
+    let kept = if key.is_some() { 0 } else { KEYED };
+    change(client, &range, flags_of(access) | keyed, PROTECTION & !kept)?;
+    at_end
+}
+
+fn protect_but_guards(
+    client: &Client,
+    range: &Range<usize>,
+    access: c_int,
+    key: Option<c_int>,
+) -> Result<(), Errno> {
     let guarded = |flags| flags & GUARDED != 0;
     let mut at = range.start;
     // A guard outlives a change of protection, which takes effect when it is removed.
@@ -36,10 +54,7 @@ pub(super) fn protect(
         protect_natively(&(at..guard.range.start), access, key)?;
         at = guard.range.end;
     }
-    protect_natively(&(at..range.end), access, key)?;
-    let kept = if key.is_some() { 0 } else { KEYED };
-    change(client, &range, flags_of(access) | keyed, PROTECTION & !kept)?;
-    at_end
+    protect_natively(&(at..range.end), access, key)
 }
 
 fn protect_natively(range: &Range<usize>, access: c_int, key: Option<c_int>) -> Result<(), Errno> {

@@ -1,6 +1,7 @@
 //! mremap.
 
 use super::Whose;
+use super::advice::madvise;
 use super::fresh;
 use super::held::close_hole;
 use super::layout::{self, Mapping, let_go, munmap, put_over, set_access};
@@ -117,8 +118,8 @@ fn move_ours(
         }
         return Ok(source.start);
     }
-    // Only what is in its place can be held and moved at once, and nobody knows a key's rights elsewhere.
-    let is_odd = flags & (GUARDED | KEYED | UNSURE | WIPED | NOT_FORKED) != 0;
+    // Nobody knows a key's rights elsewhere.
+    let is_odd = flags & (GUARDED | KEYED | UNSURE) != 0;
     if may_stay && !is_odd && grow(client, wish, source, flags)? {
         return Ok(source.start);
     }
@@ -147,7 +148,10 @@ fn grow(client: &Client, wish: Move, source: &Range<usize>, flags: Flags) -> Res
     if flags & MAPPED == 0 || !matches!(client.map_at(&more), Ok(true)) {
         return Ok(false);
     }
-    like(client, &more, flags).inspect_err(|_| client.unmap(&more))?;
+    let outcome = fork_like(client, &more, flags).and_then(|()| like(client, &more, flags));
+    outcome.inspect_err(|_| {
+        let _unmapped = munmap(client, more).is_ok();
+    })?;
     Ok(true)
 }
 
@@ -191,6 +195,8 @@ fn fill(
     to: &Range<usize>,
     flags: Flags,
 ) -> Result<(), Errno> {
+    // Before it has bytes that a child is not to see.
+    fork_like(client, to, flags)?;
     if flags & NO_READ != 0 {
         set_access(from, libc::PROT_READ, 0)?;
     }
@@ -199,6 +205,16 @@ fn fill(
         set_access(from, access_of(flags), 0)?;
     }
     like(client, to, flags)
+}
+
+/// Has a forked child find of new memory what it would find of the old.
+fn fork_like(client: &Client, to: &Range<usize>, flags: Flags) -> Result<(), Errno> {
+    for (flag, advice) in [(WIPED, libc::MADV_WIPEONFORK), (NOT_FORKED, libc::MADV_DONTFORK)] {
+        if flags & flag != 0 {
+            madvise(client, to.clone(), advice)?;
+        }
+    }
+    Ok(())
 }
 
 /// Gives new memory, managed or not, the rights of the old.
