@@ -39,6 +39,8 @@ pub const WIPED: Flags = 512;
 pub const NOT_FORKED: Flags = 1024;
 /// It belongs to a mapping that the program made: it is no block's.
 pub const MAPPED: Flags = 2048;
+/// It may not have the advice that arenas have: about huge pages, dumps or merging.
+pub const ADVISED: Flags = 4096;
 /// All that tells of protection.
 pub const PROTECTION: Flags = NO_READ | NO_WRITE | EXEC | KEYED | UNSURE;
 

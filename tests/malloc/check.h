@@ -126,23 +126,26 @@ static inline size_t absent_pages(const void *memory, size_t bytes) {
     return absent;
 }
 
-/* Arenas are advised to use huge pages; the heap of libc, the tables of jemalloc and what a program maps by
- * itself are not. */
-static inline bool is_managed(const void *address) {
+/* Whether the kernel has a flag, such as " hg", for the mapping around an address. */
+static inline bool has_flag(const void *address, const char *flag) {
     FILE *maps = fopen("/proc/self/smaps", "r");
     CHECK(maps);
     char line[512];
-    bool inside = false, managed = false;
+    bool inside = false, found = false;
     while (fgets(line, sizeof line, maps)) {
         uintptr_t start, end;
         if (sscanf(line, "%" SCNxPTR "-%" SCNxPTR " ", &start, &end) == 2)
             inside = (uintptr_t)address >= start && (uintptr_t)address < end;
         else if (inside && strncmp(line, "VmFlags:", 8) == 0)
-            managed = strstr(line, " hg") != NULL;
+            found = strstr(line, flag) != NULL;
     }
     fclose(maps);
-    return managed;
+    return found;
 }
+
+/* Arenas are advised to use huge pages; the heap of libc, the tables of jemalloc and what a program maps by
+ * itself are not. */
+static inline bool is_managed(const void *address) { return has_flag(address, " hg"); }
 
 /* Mappings of this process. */
 static inline size_t mappings(void) {

@@ -254,6 +254,24 @@ static void again_and_again(void) {
         FAIL("%zu rounds took %zu mappings to %zu", rounds, before, mappings());
 }
 
+/* What advice has set ends with the mapping. */
+static void advised(void) {
+    size_t before = mappings();
+    for (size_t i = 0; i < 100; i++) {
+        unsigned char *at = map(4 * MIB);
+        CHECK(!has_flag(at, " dd") && is_managed(at) == expect_managed);
+        CHECK(madvise(at + i * 4 * PAGE, 2 * PAGE, MADV_DONTDUMP) == 0);
+        CHECK(has_flag(at + i * 4 * PAGE, " dd"));
+        CHECK(madvise(at + MIB, i * PAGE, MADV_NOHUGEPAGE) == 0 || errno == EINVAL);
+        unmap(at, 4 * MIB);
+        unsigned char *block = need(4 * MIB);
+        CHECK(madvise(block + MIB - ((uintptr_t)block & (PAGE - 1)), PAGE, MADV_DONTDUMP) == 0);
+        free(block);
+    }
+    if (mappings() > before + 8)
+        FAIL("advice took %zu mappings to %zu", before, mappings());
+}
+
 /* Holes until the kernel has had enough: a hole that is managed counts as a mapping, too. */
 static void too_many_holes(void) {
     size_t before = mappings(), pages = 65536 + 8192, holes = 0;
@@ -326,6 +344,7 @@ int main(void) {
         {"growth", growth},
         {"no blocks", no_blocks},
         {"again and again", again_and_again},
+        {"advised", advised},
         {"too many holes", too_many_holes},
         {"all there is", all_there_is},
     };

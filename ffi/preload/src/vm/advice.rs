@@ -5,7 +5,7 @@ use super::native::{self, Errno};
 use super::{Outcome, Whose, access_of, change, drop_bytes, is_locked, parts};
 use std::ffi::c_int;
 use std::ops::Range;
-use tiermgr::changes::{Flags, GUARDED, LOCKED, NOT_FORKED, WIPED};
+use tiermgr::changes::{ADVISED, Flags, GUARDED, LOCKED, NOT_FORKED, WIPED};
 use tiermgr::client::Client;
 
 const DONTNEED_LOCKED: c_int = 24;
@@ -61,8 +61,27 @@ fn of_ours(client: &Client, range: &Range<usize>, advice: c_int) -> Result<(), E
         libc::MADV_NORMAL => hint(client, range, HINT_NORMAL),
         libc::MADV_SEQUENTIAL => hint(client, range, HINT_SEQUENTIAL),
         libc::MADV_RANDOM => hint(client, range, HINT_RANDOM),
+        libc::MADV_HUGEPAGE
+        | libc::MADV_NOHUGEPAGE
+        | libc::MADV_DONTDUMP
+        | libc::MADV_DODUMP
+        | libc::MADV_MERGEABLE
+        | libc::MADV_UNMERGEABLE => {
+            change(client, range, ADVISED, 0)?;
+            native(range, advice)
+        }
         // None of these changes a byte, and MADV_REMOVE is refused, as on all private memory.
         _ => native(range, advice),
+    }
+}
+
+/// Takes back what advice has set for good: the kernel makes a mapping of its own of each part that differs.
+pub(super) fn advise_as_usual(range: &Range<usize>, flags: Flags) {
+    if flags & ADVISED != 0 {
+        for advice in [libc::MADV_UNMERGEABLE, libc::MADV_DODUMP, libc::MADV_HUGEPAGE] {
+            // Where the kernel does not know it nothing was set either.
+            let _undone = native(range, advice).is_ok();
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! munmap, and mmap over what is there.
 
 use super::Whose;
+use super::advice::advise_as_usual;
 use super::held::release;
 use super::native::{self, Errno};
 use super::{Outcome, access_of, change, drop_bytes, flags_of, whose};
@@ -86,6 +87,7 @@ fn close(client: &Client, range: &Range<usize>, flags: Flags) -> Result<(), Errn
         // SAFETY: a lock changes no byte.
         unsafe { native::munlock(range.start, range.len()) }?;
     }
+    advise_as_usual(range, flags);
     set_access(range, libc::PROT_NONE, flags)
 }
 

@@ -1,5 +1,6 @@
 //! Puts right what the program had changed about a block, before that is given up.
 
+use super::advice::advise_as_usual;
 use super::change;
 use super::layout::{cover, fork_as_usual, set_access};
 use super::native::{self, Errno};
@@ -41,6 +42,7 @@ fn mend(client: &Client, range: &Range<usize>, flags: Flags) -> Result<(), Errno
         return Err(libc::EEXIST);
     }
     fork_as_usual(client, range, flags)?;
+    advise_as_usual(range, flags);
     if flags & LOCKED != 0 {
         // SAFETY: a lock changes no byte.
         unsafe { native::munlock(range.start, range.len()) }?;

@@ -13,7 +13,7 @@
 //! | `MADV_GUARD_INSTALL`, `GUARD_REMOVE` | the same, and the part is inaccessible until the guard is removed |
 //! | `MADV_WIPEONFORK`, `DONTFORK`, and back | the part is held in memory under a lease as long as it lasts, then natively; `ENOMEM` where no more may be held |
 //! | `MADV_WILLNEED`, `COLD`, `PAGEOUT`, `NORMAL`, `SEQUENTIAL`, `RANDOM` | advice to the daemon |
-//! | other advice | natively |
+//! | other advice | natively; undone when the block is freed |
 //! | `munmap` | the bytes are dropped and the part is inaccessible; its addresses stay taken until the block is freed, and then serve again. Pages of a mapping serve again at once |
 //! | `mmap` at no certain address | where `TIERMGR_MMAP` asks for it: cut from the heap (`fresh`) |
 //! | `mmap` with `MAP_FIXED`, private and anonymous | the bytes are dropped, the memory stays managed |
