@@ -552,7 +552,15 @@ fn attach(
         hold: &[],
     };
     let helper = helper::spawn(&config)
-        .map_err(|error| Error::system("starting the helper process", &error))?;
+        .map_err(|error| {
+            let forbidden = error.kind() == io::ErrorKind::PermissionDenied;
+            let what = if forbidden {
+                "starting the helper process, which a sandbox forbids (it takes clone, capset and seccomp)"
+            } else {
+                "starting the helper process"
+            };
+            Error::system(what, &error)
+        })?;
     let mut attached = Attached { arena, limbo_fd, limbo, helper };
 
     let message = ToDaemon::Attach(Attach {

@@ -107,4 +107,4 @@ def test_a_program_whose_helper_may_not_confine_itself_is_told(folder, workload,
                                   capture_output=True, text=True, timeout=60, check=False,
                                   env={**daemon.preloaded(), "TIERMGR_REQUIRE": required})
             assert (done.returncode != 0) == bool(status), done.stderr
-            assert "helper" in done.stderr, done.stderr
+            assert "helper" in done.stderr and "sandbox" in done.stderr, done.stderr

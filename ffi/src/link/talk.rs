@@ -16,7 +16,8 @@ pub(super) fn open(socket: &Path, wait: Duration) -> Result<Stream> {
         let (status, cause) = match error.raw_os_error() {
             Some(libc::ENOENT | libc::ECONNREFUSED | libc::ENOTDIR) => (
                 Status::NoDaemon,
-                "nobody listens there; start tiermgrd, or run the program with `tiermgrctl run`",
+                "nobody listens there; start tiermgrd, or run the program with `tiermgrctl run` (in a container: \
+                 pass the socket in)",
             ),
             Some(libc::EACCES | libc::EPERM) => (
                 Status::NotPermitted,
