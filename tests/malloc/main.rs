@@ -3,6 +3,8 @@
 //! at.
 
 #[cfg(test)]
+mod conformance;
+#[cfg(test)]
 mod manners;
 #[cfg(test)]
 mod mapping;
@@ -228,16 +230,6 @@ fn descriptors_are_guarded() {
 }
 
 #[test]
-fn conformance_with_managed_memory() {
-    at_half("conformance", &[], 0);
-}
-
-#[test]
-fn conformance_with_everything_managed() {
-    at_half("conformance", &[("TIERMGR_MIN_SIZE", "16K")], 0);
-}
-
-#[test]
 fn before_main_and_after_it() {
     early(&[]);
 }
@@ -251,14 +243,6 @@ fn early(settings: &[(&str, &str)]) {
     let early = compile("cc", &[source("early.c")], "malloc-early", &flags);
     stage.expect_ok(stage.command(&early).env("LIBRARY", opened).envs(settings.iter().copied()));
     stage.expect_work(0);
-}
-
-/// glibc itself passes the same table: it tests what programs expect, not what we happen to do.
-#[test]
-fn conformance_of_glibc() {
-    let output = run_within(&mut Command::new(program("conformance")), Duration::from_secs(60))
-        .expect("ends in time");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
 #[test]

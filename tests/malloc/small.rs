@@ -70,21 +70,6 @@ fn descriptors_are_guarded() {
 }
 
 #[test]
-fn conformance() {
-    small_at_half("conformance", &[], 0);
-}
-
-#[test]
-fn conformance_with_little_left_to_jemalloc() {
-    small_at_half("conformance", &[("TIERMGR_MIN_SIZE", "16K")], 0);
-}
-
-#[test]
-fn conformance_with_all_left_to_jemalloc() {
-    small_at_half("conformance", &[("TIERMGR_MIN_SIZE", "1G")], 0);
-}
-
-#[test]
 fn objects_of_one_thread() {
     small_at_half("small_churn", &[("THREADS", "1")], recalls_min());
 }

@@ -1,4 +1,4 @@
-//! What programs ask about their allocator. Where small blocks are not ours, whoever is next answers.
+//! What programs ask about their allocator: what the next library says, and ours on top of it.
 //!
 //! `mallopt` is left to libc, whose malloc serves this library: what it sets has no meaning here.
 
@@ -34,22 +34,22 @@ macro_rules! forward {
     }};
 }
 
-/// Bytes of live blocks and of the memory that they lie in.
+/// Bytes of managed blocks and of the memory that they lie in.
+#[derive(Default)]
 struct Use {
     small_bytes: usize,
     extent_bytes: usize,
     large_bytes: usize,
 }
 
-fn in_use() -> Option<Use> {
-    let client = small::is_on().then(route::client).flatten()?;
-    let extent_bytes = extents::bytes();
-    Some(Use {
-        small_bytes: extents::allocated_bytes(),
-        extent_bytes,
-        large_bytes: (client.heap().live_bytes())
-            .saturating_sub(extent_bytes + client.heap().mapped_bytes()),
-    })
+/// What is in use of ours, beside what the next library has.
+fn in_use() -> Use {
+    let Some(client) = route::client() else { return Use::default() };
+    let (small_bytes, extent_bytes) =
+        if small::is_on() { (extents::allocated_bytes(), extents::bytes()) } else { (0, 0) };
+    let large_bytes =
+        client.heap().live_bytes().saturating_sub(extent_bytes + client.heap().mapped_bytes());
+    Use { small_bytes, extent_bytes, large_bytes }
 }
 
 /// # Safety
@@ -57,9 +57,11 @@ fn in_use() -> Option<Use> {
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn malloc_trim(pad: usize) -> c_int {
     let trimmed = forward!(malloc_trim as fn(usize) -> c_int, (pad), 0);
-    let Some(client) = small::is_on().then(route::client).flatten() else { return trimmed };
+    let Some(client) = route::client() else { return trimmed };
     let before = crate::errno::get();
-    extents::purge();
+    if small::is_on() {
+        extents::purge();
+    }
     let forgotten = client.trim();
     crate::errno::set(before);
     c_int::from(trimmed != 0 || forgotten > 0)
@@ -69,42 +71,34 @@ pub(crate) unsafe extern "C" fn malloc_trim(pad: usize) -> c_int {
 /// mallinfo(3).
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mallinfo() -> libc::mallinfo {
-    let cut = |bytes: usize| c_int::try_from(bytes).unwrap_or(c_int::MAX);
     // SAFETY: integers only.
-    let mut info: libc::mallinfo = unsafe { std::mem::zeroed() };
-    let Some(bytes) = in_use() else {
-        return forward!(mallinfo as fn() -> libc::mallinfo, (), info);
+    let nothing: libc::mallinfo = unsafe { std::mem::zeroed() };
+    let mut info = forward!(mallinfo as fn() -> libc::mallinfo, (), nothing);
+    let add = |to: &mut c_int, bytes: usize| {
+        *to = to.saturating_add(c_int::try_from(bytes).unwrap_or(c_int::MAX));
     };
-    let whole = told(&bytes);
-    info.arena = cut(whole.arena);
-    info.hblkhd = cut(whole.hblkhd);
-    info.uordblks = cut(whole.uordblks);
-    info.fordblks = cut(whole.fordblks);
+    let ours = in_use();
+    add(&mut info.arena, ours.extent_bytes);
+    add(&mut info.hblkhd, ours.large_bytes);
+    add(&mut info.uordblks, ours.small_bytes);
+    add(&mut info.fordblks, ours.extent_bytes.saturating_sub(ours.small_bytes));
     info
 }
 
+/// As glibc has it: small blocks and what they lie in, and large blocks apart.
+///
 /// # Safety
 /// mallinfo2(3).
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mallinfo2() -> libc::mallinfo2 {
-    match in_use() {
-        Some(bytes) => told(&bytes),
-        None => forward!(mallinfo2 as fn() -> libc::mallinfo2, (), nothing()),
-    }
-}
-
-const fn nothing() -> libc::mallinfo2 {
     // SAFETY: integers only.
-    unsafe { std::mem::zeroed() }
-}
-
-/// As glibc has it: small blocks and what they lie in, and large blocks apart.
-const fn told(bytes: &Use) -> libc::mallinfo2 {
-    let mut info = nothing();
-    info.arena = bytes.extent_bytes;
-    info.hblkhd = bytes.large_bytes;
-    info.uordblks = bytes.small_bytes;
-    info.fordblks = bytes.extent_bytes.saturating_sub(bytes.small_bytes);
+    let nothing: libc::mallinfo2 = unsafe { std::mem::zeroed() };
+    let mut info = forward!(mallinfo2 as fn() -> libc::mallinfo2, (), nothing);
+    let ours = in_use();
+    info.arena += ours.extent_bytes;
+    info.hblkhd += ours.large_bytes;
+    info.uordblks += ours.small_bytes;
+    info.fordblks += ours.extent_bytes.saturating_sub(ours.small_bytes);
     info
 }
 
@@ -112,7 +106,7 @@ const fn told(bytes: &Use) -> libc::mallinfo2 {
 /// malloc_info(3).
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn malloc_info(options: c_int, stream: *mut libc::FILE) -> c_int {
-    let Some(bytes) = in_use() else {
+    if route::client().is_none() {
         let missing = || {
             crate::errno::set(libc::ENOSYS);
             -1
@@ -122,18 +116,24 @@ pub(crate) unsafe extern "C" fn malloc_info(options: c_int, stream: *mut libc::F
             (options, stream),
             missing()
         );
-    };
+    }
     if options != 0 {
         return libc::EINVAL;
     }
-    let mut text = [0_u8; 256];
+    // SAFETY: integers only.
+    let nothing: libc::mallinfo2 = unsafe { std::mem::zeroed() };
+    let libc = forward!(mallinfo2 as fn() -> libc::mallinfo2, (), nothing);
+    let ours = in_use();
+    let mut text = [0_u8; 512];
     let written = write!(
-        &mut text[..255],
-        "<malloc version=\"1\">\n<total type=\"small\" size=\"{}\"/>\n\
-         <system type=\"extents\" size=\"{}\"/>\n<total type=\"large\" size=\"{}\"/>\n</malloc>\n",
-        bytes.small_bytes,
-        bytes.extent_bytes,
-        bytes.large_bytes,
+        &mut text[..511],
+        "<malloc version=\"1\">\n<total type=\"libc\" size=\"{}\"/>\n\
+         <total type=\"small\" size=\"{}\"/>\n<system type=\"extents\" size=\"{}\"/>\n\
+         <total type=\"large\" size=\"{}\"/>\n</malloc>\n",
+        libc.uordblks + libc.hblkhd,
+        ours.small_bytes,
+        ours.extent_bytes,
+        ours.large_bytes,
     );
     // SAFETY: a text of ASCII characters that ends with a zero byte, and the caller's stream.
     let outcome = unsafe { libc::fputs(text.as_ptr().cast(), stream) };

@@ -12,8 +12,9 @@ use tikv_jemalloc_sys as je;
 
 /// What malloc promises on 64-bit machines.
 const ALIGN: usize = 16;
-/// Alignments above are left to libc.
-const ALIGN_MAX: usize = tiermgr::heap::ALIGN_MAX;
+/// Alignments above are left to libc: the addresses left out for them would count as memory that the program
+/// is to have room for.
+const ALIGN_MAX: usize = 64 << 20;
 
 fn no_memory() -> *mut c_void {
     errno::set(libc::ENOMEM);
