@@ -81,6 +81,7 @@ pub struct Arenas {
     page_bytes: usize,
     /// What is discarded in one, in pages: see [`Self::new`].
     piece: u32,
+    /// The first `count` are there. Most clients have one or two: the others are not looked at.
     list: [Option<Arena>; ARENAS_MAX],
     count: usize,
     live_pages: usize,
@@ -156,7 +157,7 @@ impl Arenas {
             First::Fresh => [FRESH; 3],
         };
         order.into_iter().find_map(|kind| {
-            let mut arenas = self.list.iter_mut().flatten().enumerate();
+            let mut arenas = self.list[..self.count].iter_mut().flatten().enumerate();
             arenas.find_map(|(index, arena)| {
                 let block = match kind {
                     Some(kind) => arena.take(kind, pages, align),
@@ -229,7 +230,7 @@ impl Arenas {
     }
 
     fn at(&self, address: usize, pages: u32) -> Option<(usize, Block)> {
-        let mut arenas = self.list.iter().flatten().enumerate();
+        let mut arenas = self.list[..self.count].iter().flatten().enumerate();
         arenas.find_map(|(index, arena)| Some((index, arena.range(address, pages)?)))
     }
 
@@ -238,7 +239,7 @@ impl Arenas {
     pub fn allocate_across(&mut self, bytes: usize, align: usize) -> Option<Allocated> {
         let pages = self.pages_of(bytes)?;
         let align = low_u32(align.div_ceil(self.page_bytes).max(1) as u64);
-        self.list.iter_mut().flatten().find_map(|arena| {
+        self.list[..self.count].iter_mut().flatten().find_map(|arena| {
             let dirty_before = arena.dirty_pages();
             let block = arena.take_across(pages, align)?;
             self.dirty_pages -= (dirty_before - arena.dirty_pages()) as usize;
@@ -358,7 +359,7 @@ impl Arenas {
     /// In a forked child: see [`Arena::forget_discards`].
     pub fn forget_discards(&mut self) {
         self.doubts = [const { 0..0 }; DOUBTS_MAX];
-        for arena in self.list.iter_mut().flatten() {
+        for arena in self.list[..self.count].iter_mut().flatten() {
             let dirty_before = arena.dirty_pages();
             arena.forget_discards();
             self.dirty_pages += (arena.dirty_pages() - dirty_before) as usize;
@@ -411,8 +412,7 @@ impl Arenas {
 
     /// Takes freed memory, as [`Self::take_excess`] does, but also what would be kept.
     pub fn take_dirty(&mut self) -> Option<Excess> {
-        let (index, arena) = self
-            .list
+        let (index, arena) = self.list[..self.count]
             .iter_mut()
             .flatten()
             .enumerate()
@@ -426,9 +426,9 @@ impl Arenas {
     /// Takes a freed block that an earlier discard may still reach, to be discarded again.
     pub fn take_doubtful(&mut self) -> Option<Excess> {
         let (index, block) =
-            self.list.iter_mut().flatten().enumerate().find_map(|(index, arena)| {
-                arena.take_oldest_doubtful().map(|block| (index, block))
-            })?;
+            self.list[..self.count].iter_mut().flatten().enumerate().find_map(
+                |(index, arena)| arena.take_oldest_doubtful().map(|block| (index, block)),
+            )?;
         self.excess(index, block, true)
     }
 
@@ -458,7 +458,7 @@ impl Arenas {
     }
 
     fn find(&self, address: usize) -> Result<(usize, Block), NotLive> {
-        self.list
+        self.list[..self.count]
             .iter()
             .flatten()
             .enumerate()
