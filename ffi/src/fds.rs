@@ -76,7 +76,7 @@ impl FileId {
 /// A descriptor of ours, listed.
 #[derive(Debug)]
 pub struct Fd<T: AsFd = OwnedFd> {
-    _listed: Listed,
+    listed: Option<Listed>,
     inner: ManuallyDrop<T>,
     file: Option<FileId>,
 }
@@ -85,7 +85,7 @@ impl<T: AsFd> Fd<T> {
     /// Lists a descriptor that has a high number already.
     pub(crate) fn list(inner: T) -> Self {
         let file = FileId::of(inner.as_fd());
-        Self { _listed: Listed::new(inner.as_fd()), inner: ManuallyDrop::new(inner), file }
+        Self { listed: Some(Listed::new(inner.as_fd())), inner: ManuallyDrop::new(inner), file }
     }
 
     /// Whether the number still stands for what it stood for. One that was closed behind our back may be
@@ -111,6 +111,8 @@ impl<T: AsFd> Deref for Fd<T> {
 
 impl<T: AsFd> Drop for Fd<T> {
     fn drop(&mut self) {
+        // First: what is listed is not closed.
+        self.listed = None;
         if self.is_intact() {
             // SAFETY: nothing uses it after this.
             unsafe { ManuallyDrop::drop(&mut self.inner) };

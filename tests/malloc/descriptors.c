@@ -43,10 +43,22 @@ static long by_instruction(long number, long a, long b) {
 #define DUP2 SYS_dup3
 #endif
 
-static void in_a_child(const char *how) {
+static unsigned open_between(int from, int end) {
+    unsigned count = 0;
+    for (int fd = from; fd < end; fd++)
+        count += fcntl(fd, F_GETFD) >= 0;
+    return count;
+}
+
+static void in_a_child(const char *how, bool as_many) {
+    unsigned before = open_between(3, 1100);
     pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
+        /* The library has left what is its parent's, and made its own. */
+        unsigned now = open_between(3, 1100);
+        if (as_many && now != before)
+            FAIL("%s: %u descriptors, and %u in the parent", how, now, before);
         use(how);
         _exit(0);
     }
@@ -66,7 +78,8 @@ static void behind_its_back(void) {
     for (int fd = 400; fd < 600; fd++)
         CHECK(by_instruction(DUP2, pair[0], fd) == fd);
     use("after all was closed behind its back");
-    in_a_child("in a child after all was closed behind its back");
+    /* The parent's are gone. */
+    in_a_child("in a child after all was closed behind its back", false);
     char byte;
     if (recv(pair[1], &byte, 1, MSG_DONTWAIT) != -1 || errno != EAGAIN)
         FAIL("a message for the daemon came to somebody else");
@@ -79,6 +92,7 @@ static void behind_its_back(void) {
 
 int main(void) {
     use("at first");
+    in_a_child("in a child at first", true);
     for (int fd = 3; fd < 1100; fd++)
         syscall(SYS_close, fd);
     CHECK(syscall(SYS_close_range, 3, ~0u, 0) == 0);
