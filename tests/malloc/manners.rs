@@ -200,6 +200,18 @@ fn an_allocator_in_front_of_ours_is_named_and_left_alone() {
 }
 
 #[test]
+fn what_an_allocator_in_front_of_ours_maps_is_managed_where_mappings_are() {
+    let (Some(preload), Some(jemalloc)) = (preload(), debians("libjemalloc.so.2")) else { return };
+    let Some(stage) = Stage::new("chain", working_set() / 2, &[]) else { return };
+    let mut command = stage.command(&chain("malloc-chain", &[], &[]));
+    command.env("LD_PRELOAD", format!("{jemalloc}:{preload}"));
+    command.env("TIERMGR_MMAP", "1").env("NO_PVALLOC", "1");
+    assert!(stage.expect_ok(&mut command));
+    assert_eq!(stage.status().attached_total, 1);
+    stage.expect_work(0);
+}
+
+#[test]
 fn an_allocator_of_the_programs_own_is_named_and_left_alone() {
     let Some(preload) = preload() else { return };
     let own = [root().join("tests/malloc/own_malloc.c")];

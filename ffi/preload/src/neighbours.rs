@@ -124,6 +124,11 @@ fn place_of(address: *mut c_void) -> Option<Place> {
 }
 
 impl Obstacle {
+    /// Whether the program's own mappings can be managed all the same: those of its allocator, too.
+    pub(crate) const fn leaves_mappings(self) -> bool {
+        matches!(self, Self::Malloc(_))
+    }
+
     /// Whether the program runs already.
     pub(crate) const fn is_too_late(self) -> bool {
         matches!(self, Self::TooLate)

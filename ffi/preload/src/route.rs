@@ -192,8 +192,14 @@ extern "C" fn after_fork() {
 extern "C" fn start() {
     let Some(mut settings) = settings::read() else { return };
     if let Some(obstacle) = neighbours::obstacle() {
-        let required = settings.require && !obstacle.is_too_late();
-        return log::refuse(required, format_args!("{obstacle}"));
+        if settings.mmap_min.is_none() || !obstacle.leaves_mappings() {
+            let required = settings.require && !obstacle.is_too_late();
+            return log::refuse(required, format_args!("{obstacle}"));
+        }
+        log::warn(format_args!("{obstacle}; of this program only what it maps is managed"));
+        settings.min_size = usize::MAX;
+        settings.small = false;
+        settings.config.extents = false;
     }
     // Prepare handlers run in reverse. The lock here, inside which a client is made, must be taken before
     // those of the client, and so must jemalloc's, whose hooks call the client. jemalloc installs its
