@@ -304,6 +304,10 @@ fn jemalloc_waits_until_it_is_asked_for_and_keeps_its_threads_data_in_static_sto
         assert!(!relocations.lines().any(|line| line.ends_with(&pointer)), "{pointer} is called");
     }
     assert!(told("readelf", "--dynamic").contains("STATIC_TLS"));
+    // Its tables are mapped past our own mmap, which could give it managed memory.
+    let imported = told("readelf", "--relocs");
+    assert!(imported.lines().any(|line| line.contains(" munmap")), "no names: stripped?");
+    assert!(!imported.lines().any(|line| line.contains(" mmap")), "jemalloc calls our mmap");
 }
 
 /// A name too many would replace a function of the program's.

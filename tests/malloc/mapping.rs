@@ -148,6 +148,12 @@ fn system_calls_beside_mappings() {
     at_half("syscalls", &[MAPPED, ("EXPECT_PARKED", "1")], recalls_min());
 }
 
+/// What jemalloc maps for its tables is not taken for a mapping of the program's.
+#[test]
+fn tables_of_jemalloc_stay_out_of_managed_memory() {
+    crate::small::with_library("small_border", &[MAPPED, LITTLE_TOO], 0, &[]);
+}
+
 #[test]
 fn without_a_daemon_mappings_are_the_kernels() {
     crate::without_a_daemon(&program("map_edges"), &[MAPPED]);

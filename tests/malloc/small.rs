@@ -91,27 +91,32 @@ fn objects_that_others_free() {
 
 #[test]
 fn forks_among_threads_that_allocate() {
-    with_library("small_fork", recalls_min(), &[]);
+    with_library("small_fork", &[], recalls_min(), &[]);
 }
 
 #[test]
 fn forks_among_threads_that_allocate_without_uffd_move() {
-    with_library("small_fork", recalls_min(), WITHOUT_MOVE);
+    with_library("small_fork", &[], recalls_min(), WITHOUT_MOVE);
 }
 
 #[test]
 fn borders_owners_and_what_the_allocator_says() {
-    with_library("small_border", 0, &[]);
+    with_library("small_border", &[], 0, &[]);
 }
 
 /// Runs a program whose library is older than the allocator.
-fn with_library(name: &str, recalled_pages_min: u64, flags: &[&str]) {
+pub(crate) fn with_library(
+    name: &str,
+    settings: &[(&str, &str)],
+    recalled_pages_min: u64,
+    flags: &[&str],
+) {
     let Some(stage) = Stage::new(name, working_set() / 2, flags) else { return };
     let shared = ["-std=gnu11", "-shared", "-fPIC"].map(OsStr::new);
     let library = compile("cc", &[source("small_library.c")], "libsmall-linked.so", &shared);
     let flags = [OsStr::new("-std=gnu11"), OsStr::new("-Wl,--no-as-needed"), library.as_os_str()];
     let program = compile("cc", &[source(&format!("{name}.c"))], &format!("malloc-{name}"), &flags);
-    stage.expect_ok(stage.command(&program).env(SMALL.0, SMALL.1));
+    stage.expect_ok(stage.command(&program).env(SMALL.0, SMALL.1).envs(settings.iter().copied()));
     stage.expect_work(recalled_pages_min);
 }
 

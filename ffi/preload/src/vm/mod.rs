@@ -246,12 +246,24 @@ pub(crate) unsafe extern "C" fn mmap(
     unsafe { map(address, layout::Mapping { bytes, access, flags, fd, offset }) }
 }
 
-// What jemalloc maps for its tables: the linker has its calls of mmap come here (`build.rs`), and whatever else of this library calls that name. A function that Rust
-// exports without mangling would be one more name in the way of the program's.
+// What jemalloc maps for its tables: the linker has all calls of mmap in this library come here (`build.rs`). A
+// function that Rust exports without mangling would be one more name in the way of the program's.
+macro_rules! wrapped {
+    ($jump:literal) => {
+        std::arch::global_asm!(
+            ".text",
+            ".globl __wrap_mmap, __wrap_mmap64",
+            "__wrap_mmap:",
+            "__wrap_mmap64:",
+            concat!($jump, " {own}"),
+            own = sym own_mmap
+        );
+    };
+}
 #[cfg(target_arch = "x86_64")]
-std::arch::global_asm!(".text", ".globl __wrap_mmap", "__wrap_mmap:", "jmp {own}", own = sym own_mmap);
+wrapped!("jmp");
 #[cfg(target_arch = "aarch64")]
-std::arch::global_asm!(".text", ".globl __wrap_mmap", "__wrap_mmap:", "b {own}", own = sym own_mmap);
+wrapped!("b");
 
 /// # Safety
 /// mmap(2).
