@@ -43,32 +43,19 @@ static void squeeze(void) {
     }
 }
 
-/* Whether the kernel can read, or write, a byte there for us. */
-static bool can(const void *at, bool writing) {
-    char byte = 0;
-    CHECK(write(pipe_ends[1], writing ? &byte : at, 1) == 1 || (!writing && errno == EFAULT));
-    if (!writing && errno == EFAULT) {
-        errno = 0;
-        return false;
-    }
-    ssize_t done = read(pipe_ends[0], writing ? (void *)at : &byte, 1);
-    if (done == 1)
-        return true;
-    CHECK(errno == EFAULT && read(pipe_ends[0], &byte, 1) == 1);
-    errno = 0;
-    return false;
-}
+static bool readable(const void *at) { return can_read(at); }
 
-static bool readable(const void *at) {
-    errno = 0;
-    return can(at, false);
-}
-
+/* Whether the kernel can write a byte there for us. */
 static bool writable(void *at) {
     unsigned char before = readable(at) ? *(volatile unsigned char *)at : 0;
-    bool is_writable = can(at, true);
+    char byte = 0;
+    CHECK(write(pipe_ends[1], &byte, 1) == 1);
+    bool is_writable = read(pipe_ends[0], at, 1) == 1;
     if (is_writable)
         *(volatile unsigned char *)at = before;
+    else
+        CHECK(errno == EFAULT && read(pipe_ends[0], &byte, 1) == 1);
+    errno = 0;
     return is_writable;
 }
 
