@@ -4,7 +4,8 @@
 use super::*;
 use crate::page::PageStates;
 use crate::record::{ExtentRecord, RegionRecord};
-use crate::units::{CHUNK_BYTES, CHUNK_EXTENTS, RecordIndex};
+use crate::slots::SEGMENT_SLOTS;
+use crate::units::{CHUNK_BYTES, CHUNK_EXTENTS, RecordIndex, SlotId};
 use std::cell::RefCell;
 use std::rc::Rc;
 
@@ -264,4 +265,33 @@ fn a_region_without_room_for_its_records_is_refused_and_takes_none() {
     assert!(matches!(machine.add(2, BASE, 1), Some(Reply::Region(_))));
     let records = machine.manager.into_records();
     assert_eq!(records.regions()[0].first, RecordIndex(0));
+}
+
+/// Otherwise they would be asked for again at once: nothing would ever move, and no turn be the last.
+#[test]
+fn slots_that_limbo_needs_are_not_given_back() {
+    let mut machine = Machine::new();
+    machine.manager.shared.unslotted_extents = u64::from(4 * SEGMENT_SLOTS);
+    // The first segment was asked for when the process came.
+    let (mut granted, mut returned) = (0, 0);
+    let mut is_wanted = machine.orders.contains(&Effect::WantSlots);
+    for _ in 0..20 {
+        let mut effects = Vec::new();
+        if is_wanted {
+            let first = SlotId(1 + granted * SEGMENT_SLOTS);
+            let event = Event::SlotsGranted { first, count: SEGMENT_SLOTS };
+            machine.manager.step(machine.now, event, &mut effects);
+            granted += 1;
+        }
+        machine.manager.settle(machine.now, &mut effects);
+        is_wanted = effects.contains(&Effect::WantSlots);
+        returned += effects.iter().filter(|e| matches!(e, Effect::ReturnSlots { .. })).count();
+    }
+    assert_eq!((granted, returned), (5, 0));
+    // What it does not need any more goes back, but for a spare segment.
+    machine.manager.shared.unslotted_extents = 0;
+    let mut effects = Vec::new();
+    machine.manager.settle(machine.now, &mut effects);
+    let given_back = effects.iter().filter(|effect| matches!(effect, Effect::ReturnSlots { .. }));
+    assert_eq!(given_back.count(), 3);
 }

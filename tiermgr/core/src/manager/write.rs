@@ -307,8 +307,10 @@ impl<R: Records> Manager<R> {
         if near && !self.spaces.is_empty() && u64::from(shared.slots.free_slots()) < kept {
             want_slots(shared, effects);
         }
-        // One spare segment is kept, so that a program around a boundary does not thrash.
-        while shared.slots.free_slots() >= 3 * SEGMENT_SLOTS {
+        // One spare segment is kept, so that a program around a boundary does not thrash. What limbo needs is
+        // kept too: given back, it would be asked for again at once, and no move would ever find it.
+        let most = kept.max(u64::from(2 * SEGMENT_SLOTS));
+        while u64::from(shared.slots.free_slots()) >= most + u64::from(SEGMENT_SLOTS) {
             let Some(first) = shared.slots.take_empty_segment() else {
                 break;
             };
