@@ -22,21 +22,21 @@ def git_environment():
 
 
 def big_repository(at):
-    """A repository with a hundred commits over some files of a megabyte."""
+    """A repository with sixty commits over some files of half a megabyte."""
     if (at / "HEAD").exists():
         return at
     shutil.rmtree(at, ignore_errors=True)
     at.mkdir(parents=True)
     chance = random.Random(3)
     words = [bytes(chance.choices(b"abcdefghijklmnopqrstuvwxyz", k=chance.randrange(2, 12))) for _ in range(20_000)]
-    files = [[b" ".join(chance.choices(words, k=9)) for _ in range(16_000)] for _ in range(12)]
+    files = [[b" ".join(chance.choices(words, k=9)) for _ in range(8000)] for _ in range(12)]
     stream = []
-    for commit in range(100):
+    for commit in range(60):
         stream.append(b"commit refs/heads/main\ncommitter A <a@example.org> %d +0000\ndata 1\n%d\n"
                       % (1_700_000_000 + commit, commit % 10))
         for number in range(12) if commit == 0 else chance.sample(range(12), 3):
-            for _ in range(400 if commit else 0):
-                files[number][chance.randrange(16_000)] = b" ".join(chance.choices(words, k=9))
+            for _ in range(200 if commit else 0):
+                files[number][chance.randrange(8000)] = b" ".join(chance.choices(words, k=9))
             text = b"\n".join(files[number]) + b"\n"
             stream.append(b"M 100644 inline file%d\ndata %d\n%s\n" % (number, len(text), text))
     environment = git_environment()
@@ -100,7 +100,7 @@ def cargo(way):
 
 def cases():
     return [
-        Case("git", "clone, gc --aggressive, fsck of 100 commits over 12 files of 1 MB", git),
+        Case("git", "clone, gc --aggressive, fsck of 60 commits over 12 files of 0.5 MB", git),
         Case("gcc", f"-O2 of a C file of {FUNCTIONS} functions", gcc, moves_with_mmap=True),
         Case("cargo", "build --release of tiermgr-core", cargo),
     ]

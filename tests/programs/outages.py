@@ -11,7 +11,7 @@ import redis_load
 import sqlite
 from box import MIB, Box
 from meter import Meter
-from ways import METER_MS, STORE_MIB, Case, Failed, Seen, Way
+from ways import METER_MS, Case, Failed, Seen, Way, store_mib
 
 # Seconds in which it works.
 PAUSE = 1.5
@@ -81,7 +81,7 @@ def measure_in_trouble(case, folder, dram_mib, flags):
     with Box("programs") as box:
         began = time.monotonic()
         with Meter(box, METER_MS) as meter, \
-                product.Daemon(folder, dram_mib * MIB, STORE_MIB * MIB, popen=box.popen) as daemon:
+                product.Daemon(folder, dram_mib * MIB, store_mib(dram_mib) * MIB, popen=box.popen) as daemon:
             way = Served(box, folder, dram_mib, flags, daemon)
             with Trouble(daemon) as trouble:
                 result = case.run(way)

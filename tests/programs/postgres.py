@@ -13,7 +13,7 @@ import time
 import debian
 import product
 import system_daemon
-from ways import STORE_MIB, Case, Failed, judge_outcomes
+from ways import Case, Failed, judge_outcomes, store_mib
 
 PORT = 21999
 USER = "postgres"
@@ -65,7 +65,7 @@ def home(way):
             shutil.rmtree(public, ignore_errors=True)
         return
     group, _ = system_daemon.group_ids()
-    with system_daemon.system_daemon(way.folder, dram=f"{way.dram_mib}MiB", store=f"{STORE_MIB}MiB",
+    with system_daemon.system_daemon(way.folder, dram=f"{way.dram_mib}MiB", store=f"{store_mib(way.dram_mib)}MiB",
                                      popen=way.box.popen) as public:
         environment = system_daemon.client_environment(public)
         environment["TIERMGR_SMALL"] = "1" if "--small" in way.flags else "0"

@@ -46,6 +46,7 @@ class Table:
 
     def failure(self, name, way, error):
         print(f"| {name} | {way} |  |  |  |  |  | FAILED |", flush=True)
+        print(f"{name}, {way}: {error}", file=sys.stderr, flush=True)
         self.failures.append(f"{name}, {way}: {error}")
 
 

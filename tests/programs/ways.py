@@ -22,7 +22,6 @@ DAEMON_MIB = 24
 DRAM_MIN_MIB = 32
 # Where nothing has to leave.
 PLENTY_MIB = 8192
-STORE_MIB = 4096
 METER_MS = 25
 
 
@@ -77,6 +76,11 @@ class Seen:
         return (self.recalled_pages() + self.counters["parked_pages"]) * PAGE // MIB
 
 
+def store_mib(dram_mib):
+    """Room for what does not fit: all of a store's file is taken from the disk."""
+    return 1024 if dram_mib >= PLENTY_MIB else max(1024, 4 * dram_mib)
+
+
 class Way:
     """Starts programs natively, or with `dram_mib` of DRAM."""
 
@@ -93,7 +97,7 @@ class Way:
         """What to execute for `command`."""
         if not self.is_managed:
             return [str(word) for word in command]
-        full = product.run_command(self.dram_mib * MIB, f"{self.folder / 'store'}:{STORE_MIB}M", self.report, command)
+        full = product.run_command(self.dram_mib * MIB, f"{self.folder / 'store'}:{store_mib(self.dram_mib)}M", self.report, command)
         full[2:2] = [*self.flags, "--require"]
         return full
 
