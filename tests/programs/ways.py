@@ -77,8 +77,8 @@ class Seen:
 
 
 def store_mib(dram_mib):
-    """Room for what does not fit: all of a store's file is taken from the disk."""
-    return 1024 if dram_mib >= PLENTY_MIB else max(1024, 4 * dram_mib)
+    """Room for what does not fit, also where forked children each get their copy: the disk must have all of it."""
+    return 1024 if dram_mib >= PLENTY_MIB else max(1024, 6 * dram_mib)
 
 
 class Way:
