@@ -122,7 +122,7 @@ fn forks_beside_writing_threads() {
 #[test]
 fn forks_beside_writing_threads_without_uffd_move() {
     // Each waits for pages to rest a while before they can leave.
-    at_half_with("fork_threads", &[("FORKS", "4")], recalls_min() / 2, WITHOUT_MOVE);
+    at_half_with("fork_threads", &[("FORKS", "2")], recalls_min() / 2, WITHOUT_MOVE);
 }
 
 #[test]

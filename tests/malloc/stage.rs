@@ -1,6 +1,6 @@
 //! A private daemon with little memory, programs compiled from C, and what the daemon counted.
 //!
-//! `TIERMGR_TEST_SIZE` (bytes, or with `M`, `G`) makes the working set larger than the 256 MiB that a
+//! `TIERMGR_TEST_SIZE` (bytes, or with `M`, `G`) makes the working set larger than the 128 MiB that a
 //! test run takes; the daemon always gets half of it. `TIERMGR_TEST_ASSUME_MISSING` names a kernel feature
 //! that all daemons do without. Without root, userfaultfd or the built `dist/`
 //! a test says why it is skipped, which under `TIERMGR_CI_STRICT=1` is a failure.
@@ -23,7 +23,7 @@ use tiermgr_wire::hello::{Hello, Role};
 use tiermgr_wire::reply::FromDaemon;
 use tiermgr_wire::request::ToDaemon;
 
-/// How long a program may take for its working set of 256 MiB; larger ones get more.
+/// How long a program may take for a working set of up to 256 MiB; larger ones get more.
 const PROGRAM_WAIT: Duration = Duration::from_secs(120);
 const DAEMON_WAIT: Duration = Duration::from_secs(20);
 const MIB: u64 = 1 << 20;
@@ -55,7 +55,7 @@ pub(crate) fn is_root() -> bool {
 
 /// A working set in bytes.
 pub(crate) fn working_set() -> u64 {
-    let Ok(text) = std::env::var("TIERMGR_TEST_SIZE") else { return 256 * MIB };
+    let Ok(text) = std::env::var("TIERMGR_TEST_SIZE") else { return 128 * MIB };
     let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
     let unit = match &text[digits.len()..] {
         "" => 1,
@@ -182,8 +182,8 @@ impl Stage {
         }
         let folder = scratch(&format!("{name}.{}", std::process::id()));
         let state = PathBuf::from(format!("/dev/shm/tiermgr-test-{name}.{}", std::process::id()));
-        let store =
-            format!("{}:{}", folder.join("store").display(), 4 * working_set().max(256 * MIB));
+        let store_bytes = (4 * working_set()).max(1280 * MIB);
+        let store = format!("{}:{store_bytes}", folder.join("store").display());
         let mut daemon = Command::new(program)
             .arg("--embedded")
             .args(["--ready-fd", "1", "--dram", &dram.to_string(), "--store", &store])
