@@ -21,9 +21,11 @@ static void use(void *block, size_t bytes, const char *function) {
 }
 
 int main(void) {
+    /* Its address: in a program at a fixed place that of a stub of the program's own. */
+    void *(*volatile malloc_)(size_t) = malloc;
     for (size_t bytes = 64; bytes <= (size_t)64 << 20; bytes *= 8) {
         void *aligned;
-        use(malloc(bytes), bytes, "malloc");
+        use(malloc_(bytes), bytes, "malloc");
         use(calloc(bytes / 8, 8), bytes, "calloc");
         use(realloc(NULL, bytes), bytes, "realloc");
         use(reallocarray(NULL, bytes / 8, 8), bytes, "reallocarray");

@@ -176,6 +176,19 @@ fn debians(library: &str) -> Option<String> {
     found
 }
 
+/// A program at a fixed place, as Debian's Python is.
+fn fixed_chain() -> PathBuf {
+    chain("malloc-chain-fixed", &["-no-pie", "-fno-pie"], &[])
+}
+
+#[test]
+fn a_program_at_a_fixed_place_is_managed() {
+    let Some(stage) = Stage::new("chain", working_set() / 2, &[]) else { return };
+    stage.expect_ok(&mut stage.command(&fixed_chain()));
+    stage.expect_work(0);
+    assert_eq!(stage.status().attached_total, 1);
+}
+
 #[test]
 fn an_allocator_behind_ours_serves_what_is_not_managed() {
     let (Some(preload), Some(jemalloc)) = (preload(), debians("libjemalloc.so.2")) else { return };
@@ -196,7 +209,9 @@ fn an_allocator_behind_ours_serves_what_is_not_managed() {
 fn an_allocator_in_front_of_ours_is_named_and_left_alone() {
     let (Some(preload), Some(jemalloc)) = (preload(), debians("libjemalloc.so.2")) else { return };
     let chain = chain("malloc-chain", &[], &[]);
-    is_refused(&chain, &format!("{jemalloc}:{preload}"), &[], "libjemalloc.so.2");
+    for program in [chain, fixed_chain()] {
+        is_refused(&program, &format!("{jemalloc}:{preload}"), &[], "libjemalloc.so.2");
+    }
 }
 
 #[test]

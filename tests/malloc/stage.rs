@@ -88,14 +88,17 @@ pub(crate) fn compile(
     flags: &[&OsStr],
 ) -> PathBuf {
     let made = scratch("programs").join(name);
+    // Another test may be running, or compiling, the same program.
+    let new = made.with_extension(format!("{}.{:?}", std::process::id(), thread::current().id()));
     let output = Command::new(compiler)
         .args(["-O2", "-g", "-Wall", "-Wextra", "-Werror", "-pthread", "-o"])
-        .arg(&made)
+        .arg(&new)
         .args(sources)
         .args(flags)
         .output()
         .unwrap_or_else(|error| panic!("{compiler} is needed for these tests: {error}"));
     assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
+    fs::rename(&new, &made).expect("the target folder is writable");
     made
 }
 

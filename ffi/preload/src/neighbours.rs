@@ -2,7 +2,7 @@
 //! nothing, and says so, instead of mixing its blocks with theirs.
 
 use std::env;
-use std::ffi::{CStr, c_void};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt;
 use std::mem::MaybeUninit;
 use std::os::unix::ffi::OsStrExt;
@@ -43,7 +43,7 @@ pub(crate) fn obstacle() -> Option<Obstacle> {
     if contains(preloads.as_bytes(), b"/vgpreload_") {
         return Some(Obstacle::Valgrind);
     }
-    if let Some((_, name)) = SANITIZERS.iter().find(|(symbol, _)| first(symbol).is_some()) {
+    if let Some((_, name)) = SANITIZERS.iter().find(|(symbol, _)| called(symbol).is_some()) {
         return Some(Obstacle::Sanitizer(name));
     }
     let malloc = place_of(first(c"malloc")?)?;
@@ -79,7 +79,7 @@ impl InFront {
         let nobody = (&raw const NOBODY).cast_mut().cast::<c_void>();
         let mut found = self.found.load(Ordering::Relaxed);
         if found.is_null() {
-            let theirs = first(self.name).filter(|&address| {
+            let theirs = called(self.name).filter(|&address| {
                 place_of(address).is_some_and(|place| Some(place.base) != own_base())
             });
             found = theirs.unwrap_or(nobody);
@@ -101,11 +101,73 @@ fn contains(text: &[u8], part: &[u8]) -> bool {
     text.windows(part.len()).any(|window| window == part)
 }
 
-/// Of all functions of this name the one that the program gets.
-fn first(name: &CStr) -> Option<*mut c_void> {
+/// Of all functions of this name the one that the program calls, or a stub of the program that leads to it.
+fn called(name: &CStr) -> Option<*mut c_void> {
     // SAFETY: the name ends with a zero byte.
     let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
     (!found.is_null()).then_some(found)
+}
+
+/// Of all functions of this name the one that the program calls. Only before it begins.
+fn first(name: &CStr) -> Option<*mut c_void> {
+    called(name)
+        .and_then(|found| if is_stub(found) { first_of_libraries(name) } else { Some(found) })
+}
+
+/// A program at a fixed place that takes the address of a function has a stub for it, and `dlsym` gives that.
+fn is_stub(address: *mut c_void) -> bool {
+    const RTLD_DL_SYMENT: c_int = 1;
+    const SHN_UNDEF: u16 = 0;
+    let mut info = MaybeUninit::<libc::Dl_info>::uninit();
+    let mut symbol = std::ptr::null_mut();
+    // SAFETY: dladdr1 writes a `Dl_info` and a pointer, and does not follow the address.
+    let known =
+        unsafe { libc::dladdr1(address, info.as_mut_ptr(), &raw mut symbol, RTLD_DL_SYMENT) } != 0;
+    if !known || symbol.is_null() {
+        return false;
+    }
+    // SAFETY: with this flag it is the entry in the symbol table of a file that is loaded.
+    unsafe { (*symbol.cast::<libc::Elf64_Sym>()).st_shndx == SHN_UNDEF }
+}
+
+/// `struct link_map`, as far as it is public.
+#[repr(C)]
+struct LinkMap {
+    _bias: usize,
+    name: *const c_char,
+    _dynamic: *mut c_void,
+    next: *const LinkMap,
+}
+
+/// The first library with a function of this name, in the order in which the dynamic linker looks.
+fn first_of_libraries(name: &CStr) -> Option<*mut c_void> {
+    let flags = libc::RTLD_LAZY | libc::RTLD_NOLOAD;
+    let mut map: *const LinkMap = std::ptr::null();
+    // SAFETY: null stands for the program, which is loaded.
+    let program = unsafe { libc::dlopen(std::ptr::null(), flags) };
+    // SAFETY: the request writes one pointer.
+    if unsafe { libc::dlinfo(program, libc::RTLD_DI_LINKMAP, (&raw mut map).cast()) } != 0 {
+        return None;
+    }
+    // SAFETY: the list is that of what is loaded, and nothing is unloaded before the program begins.
+    while let Some(entry) = unsafe { map.as_ref() } {
+        map = entry.next;
+        // SAFETY: the name of a file that is loaded; that of the program is empty.
+        let file = unsafe { CStr::from_ptr(entry.name) };
+        // SAFETY: the name ends with a zero byte, and nothing is loaded.
+        let library = unsafe { libc::dlopen(entry.name, flags) };
+        if file.is_empty() || library.is_null() {
+            continue;
+        }
+        // SAFETY: as above. It looks in what the library needs, too.
+        let found = unsafe { libc::dlsym(library, name.as_ptr()) };
+        // SAFETY: it was opened above, and is needed by whoever loaded it.
+        unsafe { libc::dlclose(library) };
+        if !found.is_null() && place_of(found).is_some_and(|place| place.name == file) {
+            return Some(found);
+        }
+    }
+    None
 }
 
 fn place_of(address: *mut c_void) -> Option<Place> {

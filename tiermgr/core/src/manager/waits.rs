@@ -3,7 +3,7 @@
 use super::Manager;
 use super::op::{Kind, Prepare};
 use crate::record::Records;
-use crate::units::{Addr, ProcId};
+use crate::units::{Addr, EXTENT_BYTES, ProcId};
 use crate::watch::WaitsOn;
 
 impl<R: Records> Manager<R> {
@@ -27,9 +27,7 @@ impl<R: Records> Manager<R> {
         if region.closing.is_some() || region.arming.is_some() {
             return WaitsOn::Kernel;
         }
-        let queued = |w: &super::Waiting| {
-            w.proc == proc && region.extent_addr(region.extent_of(w.at)) == base
-        };
+        let queued = |w: &super::Waiting| w.proc == proc && w.at.align_down(EXTENT_BYTES) == base;
         if self.waiting.iter().any(queued) { WaitsOn::Room } else { WaitsOn::Nobody }
     }
 }

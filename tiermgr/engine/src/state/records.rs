@@ -189,7 +189,8 @@ mod tests {
                 records.clear(RecordIndex(at), count);
                 plain.retain(|&index, _| index < at || index >= at + count);
             } else {
-                let state = PageState::ALL[usize::try_from(random.below(9)).unwrap()];
+                let states = PageState::ALL;
+                let state = states[usize::try_from(random.below(states.len() as u64)).unwrap()];
                 let wanted = record(
                     state,
                     u32::try_from(random.below(1 << 30)).unwrap(),
