@@ -15,6 +15,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
 use tiermgr_core::units::low_u32;
 
 /// First arena. Address space costs nothing, and fewer arenas mean fewer messages.
@@ -24,6 +25,10 @@ const ARENA_BYTES_MAX: usize = 64 << 30;
 const ARENA_BYTES_MIN: usize = 64 << 20;
 /// Pieces that one `free` may have forgotten. It frees one: what is left is for the next.
 const DISCARDS_MAX: usize = 16;
+/// How often, and after which pauses, the daemon is asked about discards that it has not answered, before an
+/// allocation is refused: a second in all where it does not answer.
+const DOUBT_TRIES_MAX: usize = 200;
+const DOUBT_PAUSE: Duration = Duration::from_millis(5);
 /// Largest alignment that is served.
 pub const ALIGN_MAX: usize = 1 << 30;
 
@@ -230,6 +235,10 @@ impl Heap {
                 break block;
             }
             if let Err(error) = self.grow(source, bytes, align, &mut growth) {
+                drop(growth);
+                if self.free_doubtful(source) {
+                    continue;
+                }
                 let mut arenas = self.arenas.enter().ok_or_else(inside)?;
                 break arenas.allocate_across(bytes, align).ok_or(error)?;
             }
@@ -313,6 +322,26 @@ impl Heap {
                 Discarded::Refused | Discarded::Unknown => None,
             };
         }
+    }
+
+    /// Where there is no other memory: waits for what became of discards that were not answered in time, for
+    /// until then nobody can have what they were about. Whether any of that is free now.
+    fn free_doubtful(&self, source: &impl Source) -> bool {
+        let mut is_any_free = false;
+        for _ in 0..DOUBT_TRIES_MAX {
+            let taken = self.arenas.enter().and_then(|mut arenas| arenas.take_doubtful());
+            let Some(piece) = taken else { break };
+            let outcome = source.discard(piece.address, piece.bytes);
+            if let Some(mut arenas) = self.arenas.enter() {
+                arenas.give_back(&piece, outcome);
+            }
+            if outcome == Discarded::Done {
+                is_any_free = true;
+            } else {
+                std::thread::sleep(DOUBT_PAUSE);
+            }
+        }
+        is_any_free
     }
 
     /// Has all freed memory forgotten, also what is kept otherwise, and gives the number of its bytes.

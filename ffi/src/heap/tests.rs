@@ -8,7 +8,10 @@ const PIECE: usize = 4096;
 struct Pretended {
     next: Cell<usize>,
     largest: usize,
+    arenas_left: Cell<usize>,
     outcome: Cell<Discarded>,
+    /// So many discards are not answered in time.
+    late: Cell<usize>,
     forgotten: Cell<usize>,
     opens: Cell<bool>,
     opened: Cell<usize>,
@@ -19,7 +22,9 @@ impl Pretended {
         Self {
             next: Cell::new(1 << 40),
             largest,
+            arenas_left: Cell::new(usize::MAX),
             outcome: Cell::new(Discarded::Done),
+            late: Cell::new(0),
             forgotten: Cell::new(0),
             opens: Cell::new(true),
             opened: Cell::new(0),
@@ -30,15 +35,20 @@ impl Pretended {
 impl Source for Pretended {
     fn add_arena(&self, bytes: usize) -> Result<usize> {
         assert!(bytes.is_multiple_of(CHUNK));
-        if bytes > self.largest {
+        if bytes > self.largest || self.arenas_left.get() == 0 {
             return Err(Error::new(Status::NoMemory, "too much"));
         }
+        self.arenas_left.set(self.arenas_left.get() - 1);
         let start = self.next.get();
         self.next.set(start + bytes + CHUNK);
         Ok(start)
     }
 
     fn discard(&self, _address: usize, bytes: usize) -> Discarded {
+        if let Some(left) = self.late.get().checked_sub(1) {
+            self.late.set(left);
+            return Discarded::Unknown;
+        }
         if self.outcome.get() == Discarded::Done {
             self.forgotten.set(self.forgotten.get() + bytes);
         }
@@ -82,6 +92,19 @@ fn what_one_free_does_not_discard_is_left_to_the_next() {
     }
     heap.trim(&source);
     assert_eq!(source.forgotten.get(), 2 * blocks * (10 << 20), "each of them, and once");
+}
+
+#[test]
+fn discards_that_are_late_are_waited_for_before_memory_is_refused() {
+    let (heap, source) = (Heap::new(PIECE), Pretended::new(ARENA_BYTES_MIN));
+    source.arenas_left.set(1);
+    let block = heap.allocate(&source, 60 << 20, 1).expect("room").address;
+    heap.free(&source, block).expect("live");
+    source.late.set(3);
+    assert_eq!(heap.trim(&source), 0);
+    let again = heap.allocate(&source, 60 << 20, 1).expect("what was freed");
+    assert_eq!(again, Allocated { address: block, is_zero: true });
+    assert_eq!(source.late.get(), 0);
 }
 
 #[test]
