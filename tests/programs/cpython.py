@@ -30,7 +30,7 @@ def interpreter():
                                env=product.clean_environment())
         if asked.returncode == 0:
             return program
-    raise Failed("no Python here has its tests: install libpython3-testsuite")
+    raise Failed("no Python here has its own tests: run scripts/setup")
 
 
 def own_tests(names, seconds):
