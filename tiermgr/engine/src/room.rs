@@ -7,11 +7,13 @@
 //! **Problem.** Families come, want more, and go; none may take what another holds, and none may keep
 //! more than its fair share while another goes without.
 //! **Approach.** Grow from what is free. With nothing free, compute the weighted max-min fair shares;
-//! whoever holds more than its share is told a smaller *budget*, and its grant follows as its use goes
-//! down. Only then do the others grow.
+//! of those that hold more than their share, the ones that use least of it are told a *budget* that is
+//! smaller by what the others lack, and their grants follow as their use goes down. Only then do the
+//! others grow.
 //! **Not here.** What a family gives up first (`core`), and limits of a family's own.
 
 use crate::wake::Wake;
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -214,8 +216,8 @@ impl Room {
         self.rebalance(&mut families);
     }
 
-    /// Gives out what is free to those that wish more, smallest share first, and says to those above
-    /// their fair share how far they are to shrink.
+    /// Gives out what is free to those that wish more, smallest share first, and has those above their
+    /// fair share give what the others then lack.
     fn rebalance(&self, families: &mut BTreeMap<FamilyId, Family>) {
         let fair = fair_shares(self.total, families);
         let mut available = free(self.total, families);
@@ -242,13 +244,23 @@ impl Room {
                 }
             }
         }
-        let somebody_waits = families.iter().any(|(id, family)| {
-            let fair = fair.get(id).copied().unwrap_or(0);
-            family.granted < family.wish.min(fair)
+        let mut missing = 0;
+        for (id, family) in families.iter() {
+            let due = family.wish.min(fair.get(id).copied().unwrap_or(0));
+            missing += due.saturating_sub(family.granted);
+        }
+        // What nobody uses goes first: it costs its holder nothing.
+        let mut rest = missing.saturating_sub(available);
+        let mut idlest_first: Vec<FamilyId> = families.keys().copied().collect();
+        idlest_first.sort_by_key(|id| {
+            Reverse(families.get(id).map_or(0, |f| f.granted.saturating_sub(f.used())))
         });
-        for (id, family) in families.iter_mut() {
-            let fair = fair.get(id).copied().unwrap_or(0);
-            let target = (somebody_waits && family.granted > fair).then_some(fair);
+        for id in idlest_first {
+            let Some(family) = families.get_mut(&id) else { continue };
+            let fair = fair.get(&id).copied().unwrap_or(0);
+            let less = family.granted.saturating_sub(fair).min(rest);
+            rest -= less;
+            let target = (less > 0).then_some(family.granted - less);
             if family.target != target {
                 family.target = target;
                 family.tell();
@@ -377,6 +389,31 @@ mod tests {
         room.report(&a, 100 * MIB);
         assert_eq!((a.budget(), b.budget()), (kept, (900 * MIB).min(1000 * MIB - kept)));
         check(&room);
+    }
+
+    #[test]
+    fn a_newcomer_takes_no_more_than_it_lacks() {
+        let room = Room::new(8192 * MIB);
+        let a = join(&room, 1, Class::Standard, 8192 * MIB);
+        for newcomer in 0..300 {
+            room.report(&a, 42 * MIB);
+            let b = join(&room, 2 + newcomer, Class::Standard, 64 * MIB);
+            room.report(&a, 42 * MIB);
+            assert_eq!((a.budget(), b.budget()), (8128 * MIB, 64 * MIB));
+            room.leave(&b);
+        }
+    }
+
+    #[test]
+    fn who_uses_least_of_its_room_gives_it() {
+        let room = Room::new(1000 * MIB);
+        let busy = join(&room, 1, Class::Standard, 500 * MIB);
+        let idle = join(&room, 2, Class::Standard, 500 * MIB);
+        room.report(&busy, 500 * MIB);
+        room.report(&idle, 10 * MIB);
+        let b = join(&room, 3, Class::Standard, 64 * MIB);
+        room.report(&idle, 10 * MIB);
+        assert_eq!((busy.budget(), idle.budget(), b.budget()), (500 * MIB, 436 * MIB, 64 * MIB));
     }
 
     #[test]
