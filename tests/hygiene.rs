@@ -14,19 +14,11 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("tiermgr-sys", &[]),
     ("tiermgr-wire", &["tiermgr-core"]),
     ("tiermgr-manual", &[]),
-    ("tiermgr-cuda", &["tiermgr-core"]),
     ("tiermgr-engine", &["tiermgr-core", "tiermgr-sys", "tiermgr-wire"]),
     // `sys` for sockets, the keeper and the probes; never for a client's memory.
     (
         "tiermgr-daemon",
-        &[
-            "tiermgr-core",
-            "tiermgr-sys",
-            "tiermgr-wire",
-            "tiermgr-manual",
-            "tiermgr-engine",
-            "tiermgr-cuda",
-        ],
+        &["tiermgr-core", "tiermgr-sys", "tiermgr-wire", "tiermgr-manual", "tiermgr-engine"],
     ),
     // `sys` for its socket and for what `doctor` probes.
     ("tiermgr-ctl", &["tiermgr-core", "tiermgr-sys", "tiermgr-wire", "tiermgr-manual"]),
@@ -44,7 +36,6 @@ const UNSAFE_IN: &[&str] = &[
     "tiermgr/engine/src/staging.rs",
     "ffi/src/",
     "ffi/preload/",
-    "cuda/",
     "tests/",
 ];
 
@@ -470,7 +461,7 @@ fn documents_name_files_that_exist() {
     for (path, text) in texts(&["md"]) {
         for quoted in text.split('`').skip(1).step_by(2) {
             let word = quoted.split([' ', ':']).next().unwrap_or_default();
-            let ours = ["tests/", "tiermgr/", "ffi/", "scripts/", "include/", "cuda/", ".ci/"];
+            let ours = ["tests/", "tiermgr/", "ffi/", "scripts/", "include/", ".ci/"];
             let is_pattern = word.contains(['*', '{', '<']);
             if ours.iter().any(|start| word.starts_with(start))
                 && !is_pattern

@@ -50,7 +50,7 @@ pub(crate) enum Verb {
     /// Where a daemon runs (at --socket, or at its default place and neither --dram nor --nvme is given), it
     /// is used. Else a private one is started for this run, which needs root, and with it a store in a fresh
     /// folder under TMPDIR, /var/tmp or the current directory, whichever has direct I/O first. Both are
-    /// gone when tiermgrctl ends. Only root can reach a private daemon: a program that gives up root before
+    /// gone when tiermgrctl ends, or, where programs outlive CMD, with the last of them. Only root can reach a private daemon: a program that gives up root before
     /// its first large allocation is not managed.
     ///
     /// A program that cannot attach says so on stderr and goes on with ordinary memory, without a limit; with
@@ -115,21 +115,29 @@ Examples:
 
 Environment:
   TIERMGR_DAEMON    tiermgrd, where it is neither beside tiermgrctl nor in PATH
-  TIERMGR_PRELOAD   libtiermgr_preload.so, where it is neither beside tiermgrctl nor in ../lib")]
+  TIERMGR_PRELOAD   libtiermgr_preload.so, where it is neither beside tiermgrctl nor in ../lib
+  TMPDIR            where a private store is looked for a place first
+  TIERMGR_LOG       what programs say on stderr: off, warn [default] or info
+  TIERMGR_DISABLE   1: programs are not managed
+  TIERMGR_MMAP_MIN  least size of a mapping with --mmap [default: 1M, at least 64K]
+
+A program that is started with LD_PRELOAD and without run takes its options from TIERMGR_SOCKET,
+TIERMGR_CLASS, TIERMGR_MIN_SIZE, TIERMGR_SMALL, TIERMGR_MMAP, TIERMGR_REQUIRE and TIERMGR_RULES.")]
 pub(crate) struct RunArgs {
     /// DRAM for CMD's managed allocations and the private daemon together: a size, or a share such as 50%
     ///
-    /// [default: half of the available memory; in a memory cgroup three quarters of what is left of its
-    /// limit, if that is less]
+    /// At least 32MiB, or 1% to 95%. [default: half of the available memory; in a memory cgroup three quarters
+    /// of what is left of its limit, if that is less]
     #[arg(long, value_name = "SIZE")]
     pub(crate) dram: Option<DramLimit>,
 
     /// Where to park what does not fit: a file or a block device
     ///
     /// What is in it is lost if it is a store of an earlier run. Anything else that is not blank is refused,
-    /// and stays as it is: a file must be empty or hold zeros alone, a device in its first and last MiB. A file that is not there yet is made and given all of its size at once. Without SIZE that is twice the
-    /// machine's memory, but at most 64 GiB and half of what is free on the disk; a device, and a file that
-    /// is there, are used whole.
+    /// and stays as it is: a file must be empty or hold zeros alone, a device in its first and last MiB. A file
+    /// that is not there yet is made and given all of its size at once. Without SIZE that is twice the machine's
+    /// memory, but at most 64 GiB and half of what is free on the disk; a device, and a file that is there, are
+    /// used whole.
     #[arg(long, value_name = "PATH[:SIZE]")]
     pub(crate) nvme: Option<PathAndSize>,
 
@@ -153,7 +161,8 @@ pub(crate) struct RunArgs {
     /// Manage small allocations too, through jemalloc (sets TIERMGR_SMALL=1)
     ///
     /// For programs whose memory is many small objects: dictionaries, lists, trees. A program then attaches
-    /// with its first allocation, whatever its size.
+    /// with its first allocation, whatever its size. Python has an allocator of its own for small objects, which
+    /// must be off: `-- env PYTHONMALLOC=malloc python3 ...`.
     #[arg(long)]
     pub(crate) small: bool,
 
@@ -165,7 +174,9 @@ pub(crate) struct RunArgs {
     #[arg(long)]
     pub(crate) mmap: bool,
 
-    /// Least size of an allocation that is managed, or with --small of one that jemalloc is not asked for
+    /// Least size of an allocation that is managed [default: 128KiB, at least 16KiB]
+    ///
+    /// With --small, of one that jemalloc is not asked for.
     #[arg(long, value_name = "SIZE")]
     pub(crate) min_size: Option<Size>,
 

@@ -32,7 +32,7 @@ Files:
 Exit status:
   0    everything was brought back, or nobody was left
   2    the command line or the configuration is wrong
-  3    the daemon could not start
+  3    the daemon could not start; of --check-store: the store would be refused
   4    it died again and again"
 )]
 pub struct Cli {

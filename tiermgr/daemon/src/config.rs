@@ -260,14 +260,15 @@ impl Config {
             quoted(&self.state_dir.to_string_lossy()),
         );
         entry(
-            "DRAM that all programs together may have, the daemon's own memory included: a size, or a\n\
-             share of the machine's memory such as \"50%\".",
+            "DRAM that all programs together may have, the daemon's own memory included: a size of at least\n\
+             32MiB, or a share of the machine's memory from \"1%\" to \"95%\".",
             "dram",
             quoted(&self.dram.to_string()),
         );
         entry(
             "Limbo of each process: pages wait there between leaving their place and being written out,\n\
-             and come back at once if they are touched. Counts as DRAM; at most a quarter of `dram` is used.",
+             and come back at once if they are touched. Counts as DRAM; at most a quarter of `dram` is used.\n\
+             8MiB to 1GiB, a multiple of 2MiB.",
             "limbo",
             quoted(&self.limbo.to_string()),
         );
@@ -299,13 +300,14 @@ impl Config {
         let mut entry = |comment, key, value| push_entry(&mut text, comment, key, value);
         entry(
             "A file on a file system with direct I/O (not tmpfs), or a block device. What is in it is lost if\n\
-             it is a store; anything else that is not blank is refused, and stays as it is.",
+             it is a store; anything else that is not blank is refused, and stays as it is. Its folder must\n\
+             exist. The service that scripts/install makes does not see /home, /root and /run/user.",
             "path",
             quoted(&self.store.path.to_string_lossy()),
         );
         entry(
-            "Bytes of it that may be used; a file is given that size at once. \"all\": the whole device, or\n\
-             the file as it is.",
+            "Bytes of it that may be used, at least 16MiB; a file is given that size at once. \"all\": the whole\n\
+             device, or the file as it is.",
             "size",
             quoted(&self.store.size.text()),
         );

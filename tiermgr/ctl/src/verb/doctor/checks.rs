@@ -46,7 +46,7 @@ fn kernel() -> Finding {
         Some(version) if version >= (6, 1) => Finding::warn(
             "kernel",
             format!("{release} works, without moving whole pages"),
-            "Linux 6.8 or later parks pages several times faster",
+            "Linux 6.8 or later parks pages that need not wait in place before",
         ),
         _ => Finding::fail(
             "kernel",
