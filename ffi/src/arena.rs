@@ -205,9 +205,10 @@ impl Arena {
         (offset.is_multiple_of(self.page_bytes) && ends_inside).then_some(Block { first, pages })
     }
 
-    /// Takes `pages` from the free blocks of a kind, the start a multiple of `align` pages.
-    pub fn take(&mut self, kind: Kind, pages: u32, align: u32) -> Option<Block> {
-        let (free, first) = self.find(kind, pages, align)?;
+    /// Takes `pages` from the free blocks of a kind that are at most `most` pages long, the start a multiple
+    /// of `align` pages.
+    pub fn take(&mut self, kind: Kind, pages: u32, align: u32, most: u32) -> Option<Block> {
+        let (free, first) = self.find(kind, pages, align, most)?;
         let length = self.tag(free).pages;
         self.remove(free);
         let lead = first - free;
@@ -483,18 +484,21 @@ impl Arena {
         }
     }
 
-    /// The smallest of the first few free blocks that hold the wanted run; and where the run begins.
-    fn find(&self, kind: Kind, pages: u32, align: u32) -> Option<(u32, u32)> {
+    /// The smallest of the first few free blocks, at most `most` pages long, that hold the wanted run; and
+    /// where the run begins.
+    fn find(&self, kind: Kind, pages: u32, align: u32, most: u32) -> Option<(u32, u32)> {
         let mut bin = bin_of(pages);
         loop {
-            bin = self.next_filled(kind, bin)?;
+            bin = self.next_filled(kind, bin).filter(|&bin| bin <= bin_of(most))?;
             let mut best: Option<(u32, u32)> = None;
             let mut link = self.bins[kind.bin_base() + bin];
             for _ in 0..SCAN_MAX {
                 let Some(free) = link.checked_sub(1) else { break };
                 let tag = self.tag(free);
                 let fits = self.aligned(free, align).filter(|first| {
-                    (first - free).checked_add(pages).is_some_and(|used| used <= tag.pages)
+                    let is_allowed = tag.pages <= most;
+                    is_allowed
+                        && (first - free).checked_add(pages).is_some_and(|used| used <= tag.pages)
                 });
                 if let Some(first) = fits
                     && best.is_none_or(|(best, _)| tag.pages < self.tag(best).pages)

@@ -147,23 +147,30 @@ impl Arenas {
         Some(Allocated { address, is_zero })
     }
 
-    /// From the arenas in their order, and of what was never used the lowest address.
+    /// From the arenas in their order, `None` for what was never used, of which the lowest address.
     fn take(&mut self, pages: u32, align: u32, first: First) -> Option<(Block, usize, bool)> {
-        const FRESH: Option<Kind> = None;
-        let (dirty, clean) = (Some(Kind::Dirty), Some(Kind::Clean));
-        let order = match first {
-            First::Dirty => [dirty, clean, FRESH],
-            First::Zero => [clean, FRESH, dirty],
-            First::Fresh => [FRESH; 3],
+        const ANY: u32 = u32::MAX;
+        // What is less than a huge page goes where no huge page has room, or it would be in the way of one.
+        let hole = low_u32((HUGE_BYTES / self.page_bytes) as u64) - 1;
+        let dirty = |most| Some((Kind::Dirty, most));
+        let clean = |most| Some((Kind::Clean, most));
+        let order: &[Option<(Kind, u32)>] = match first {
+            First::Dirty if pages <= hole => {
+                &[dirty(hole), clean(hole), dirty(ANY), clean(ANY), None]
+            }
+            First::Dirty => &[dirty(ANY), clean(ANY), None],
+            First::Zero => &[clean(ANY), None, dirty(ANY)],
+            First::Fresh => &[None],
         };
-        order.into_iter().find_map(|kind| {
+        order.iter().find_map(|&from| {
             let mut arenas = self.list[..self.count].iter_mut().flatten().enumerate();
             arenas.find_map(|(index, arena)| {
-                let block = match kind {
-                    Some(kind) => arena.take(kind, pages, align),
+                let block = match from {
+                    Some((kind, most)) => arena.take(kind, pages, align, most),
                     None => arena.take_fresh(pages, align),
                 };
-                block.map(|block| (block, index, kind != dirty))
+                let was_dirty = from.is_some_and(|(kind, _)| kind == Kind::Dirty);
+                block.map(|block| (block, index, !was_dirty))
             })
         })
     }

@@ -511,6 +511,10 @@ impl Source for Client {
         }
     }
 
+    fn is_answer_owed(&self) -> bool {
+        self.connected.try_enter().is_some_and(|connected| connected.link.owes_answer())
+    }
+
     fn open(&self, range: &Range<usize>) -> io::Result<()> {
         let access = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: memory of the heap that is in nobody's hands but this thread's.

@@ -15,7 +15,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tiermgr_core::units::low_u32;
 
 /// First arena. Address space costs nothing, and fewer arenas mean fewer messages.
@@ -29,6 +29,8 @@ const DISCARDS_MAX: usize = 16;
 /// allocation is refused: a second in all where it does not answer.
 const DOUBT_TRIES_MAX: usize = 200;
 const DOUBT_PAUSE: Duration = Duration::from_millis(5);
+/// How long an allocation waits for a daemon that has been asked and works, or waits for its device.
+const DOUBT_OWED_MAX: Duration = Duration::from_secs(30);
 /// Largest alignment that is served.
 pub const ALIGN_MAX: usize = 1 << 30;
 
@@ -42,6 +44,11 @@ pub trait Source {
 
     /// Makes a range read as zeros and cost nothing. `free` waits for this: no longer than a moment.
     fn discard(&self, address: usize, bytes: usize) -> Discarded;
+
+    /// Whether the daemon has been asked for something and has still to answer.
+    fn is_answer_owed(&self) -> bool {
+        false
+    }
 
     /// Gives access again to a range that a program had unmapped.
     ///
@@ -328,7 +335,12 @@ impl Heap {
     /// until then nobody can have what they were about. Whether any of that is free now.
     fn free_doubtful(&self, source: &impl Source) -> bool {
         let mut is_any_free = false;
-        for _ in 0..DOUBT_TRIES_MAX {
+        let begun = Instant::now();
+        let mut tries = 0;
+        while tries < DOUBT_TRIES_MAX {
+            if !source.is_answer_owed() || begun.elapsed() > DOUBT_OWED_MAX {
+                tries += 1;
+            }
             let taken = self.arenas.enter().and_then(|mut arenas| arenas.take_doubtful());
             let Some(piece) = taken else { break };
             let outcome = source.discard(piece.address, piece.bytes);

@@ -229,6 +229,12 @@ impl Link {
         })
     }
 
+    /// Whether the daemon has been asked for something and has still to answer.
+    #[must_use]
+    pub const fn owes_answer(&self) -> bool {
+        matches!(&self.connection, Connection::Up(session) if session.owes_answer)
+    }
+
     /// Class of the client.
     #[must_use]
     pub const fn class(&self) -> Class {

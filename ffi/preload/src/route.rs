@@ -78,7 +78,16 @@ pub(crate) fn allocate(bytes: usize, align: usize) -> Outcome {
         Ok(client) => client,
         Err(outcome) => return outcome,
     };
-    match client.allocate(bytes, align) {
+    let allocated = client.allocate(bytes, align).or_else(|error| {
+        let is_short = matches!(error.status, Status::NoMemory | Status::NoRoom);
+        if !is_short || !small::is_on() || !small::is_free_to_use() {
+            return Err(error);
+        }
+        // What jemalloc keeps of small blocks that were freed may lie between free ones.
+        extents::purge();
+        client.allocate(bytes, align)
+    });
+    match allocated {
         Ok(block) => {
             chunks::note_block(block.address);
             Outcome::Block { address: block.address as *mut u8, is_zero: block.is_zero }

@@ -92,7 +92,7 @@ fn freed_neighbours_become_one_block_again() {
     arena.check();
     arena.free(blocks[1], DIRTIED);
     arena.check();
-    assert_eq!(arena.take(Kind::Dirty, 30, 1), Some(Block { first: 0, pages: 30 }));
+    assert_eq!(arena.take(Kind::Dirty, 30, 1, u32::MAX), Some(Block { first: 0, pages: 30 }));
     arena.check();
 }
 
@@ -116,8 +116,8 @@ fn alignment_is_that_of_addresses() {
     let block = arena.take_fresh(600, 512).expect("room");
     assert!(arena.address(block.first).is_multiple_of(2 << 20));
     arena.check();
-    assert_eq!(arena.take(Kind::Clean, 511, 1), Some(Block { first: 1, pages: 511 }));
-    assert_eq!(arena.take(Kind::Clean, 1, 1), None);
+    assert_eq!(arena.take(Kind::Clean, 511, 1, u32::MAX), Some(Block { first: 1, pages: 511 }));
+    assert_eq!(arena.take(Kind::Clean, 1, 1, u32::MAX), None);
 }
 
 #[test]
@@ -149,7 +149,7 @@ fn only_the_first_page_of_a_live_block_is_its_address() {
     arena.free(b, DIRTIED);
     assert_eq!(arena.live_block(address), None);
     arena.free(a, DIRTIED);
-    assert_eq!(arena.take(Kind::Dirty, 20, 1), Some(Block { first: 0, pages: 20 }));
+    assert_eq!(arena.take(Kind::Dirty, 20, 1, u32::MAX), Some(Block { first: 0, pages: 20 }));
     assert_eq!(arena.live_block(address), None, "stale state inside a merged block");
 }
 
@@ -163,12 +163,12 @@ fn a_doubtful_block_is_nobodys_until_it_is_confirmed() {
     arena.free(blocks[1], Fate::Doubtful);
     arena.check();
     for kind in [Kind::Dirty, Kind::Clean] {
-        assert_eq!(arena.take(kind, 1, 1), None);
+        assert_eq!(arena.take(kind, 1, 1, u32::MAX), None);
     }
     assert_eq!(arena.take_oldest_dirty(), None);
     arena.free(blocks[2], DIRTIED);
     arena.check();
-    assert_eq!(arena.take(Kind::Dirty, 26, 1), None, "merged with a doubtful neighbour");
+    assert_eq!(arena.take(Kind::Dirty, 26, 1, u32::MAX), None, "merged with a doubtful neighbour");
     assert_eq!(arena.live_block(arena.address(blocks[0].first)), None);
 
     let first = arena.take_oldest_doubtful().expect("two of them");
@@ -177,7 +177,7 @@ fn a_doubtful_block_is_nobodys_until_it_is_confirmed() {
     assert!(arena.give_back(first, Fate::Free(Kind::Clean)));
     assert!(!arena.give_back(first, DIRTIED), "given back twice");
     arena.check();
-    assert_eq!(arena.take(Kind::Clean, 25, 1), Some(first));
+    assert_eq!(arena.take(Kind::Clean, 25, 1, u32::MAX), Some(first));
 }
 
 #[test]
@@ -191,6 +191,6 @@ fn a_forked_child_owes_no_discards() {
     arena.forget_discards();
     arena.check();
     assert!(!arena.give_back(held, DIRTIED), "a thread that the child does not have");
-    assert_eq!(arena.take(Kind::Dirty, 60, 1), Some(Block { first: 0, pages: 60 }));
+    assert_eq!(arena.take(Kind::Dirty, 60, 1, u32::MAX), Some(Block { first: 0, pages: 60 }));
     arena.check();
 }

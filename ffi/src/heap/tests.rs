@@ -12,6 +12,7 @@ struct Pretended {
     outcome: Cell<Discarded>,
     /// So many discards are not answered in time.
     late: Cell<usize>,
+    owes: Cell<bool>,
     forgotten: Cell<usize>,
     opens: Cell<bool>,
     opened: Cell<usize>,
@@ -25,6 +26,7 @@ impl Pretended {
             arenas_left: Cell::new(usize::MAX),
             outcome: Cell::new(Discarded::Done),
             late: Cell::new(0),
+            owes: Cell::new(false),
             forgotten: Cell::new(0),
             opens: Cell::new(true),
             opened: Cell::new(0),
@@ -53,6 +55,10 @@ impl Source for Pretended {
             self.forgotten.set(self.forgotten.get() + bytes);
         }
         self.outcome.get()
+    }
+
+    fn is_answer_owed(&self) -> bool {
+        self.owes.get() && self.late.get() > 0
     }
 
     fn open(&self, range: &Range<usize>) -> io::Result<()> {
@@ -105,6 +111,36 @@ fn discards_that_are_late_are_waited_for_before_memory_is_refused() {
     let again = heap.allocate(&source, 60 << 20, 1).expect("what was freed");
     assert_eq!(again, Allocated { address: block, is_zero: true });
     assert_eq!(source.late.get(), 0);
+    // For longer, as long as the daemon is at work.
+    for (owes, is_refused) in [(false, true), (true, false)] {
+        heap.free(&source, block).expect("live");
+        source.late.set(DOUBT_TRIES_MAX + 20);
+        source.owes.set(owes);
+        assert_eq!(heap.trim(&source), 0);
+        assert_eq!(heap.allocate(&source, 60 << 20, 1).is_err(), is_refused);
+        source.late.set(0);
+        if is_refused {
+            heap.allocate(&source, 60 << 20, 1).expect("what was freed");
+        }
+    }
+}
+
+#[test]
+fn small_extents_that_stay_do_not_use_up_the_room_of_large_blocks() {
+    let (heap, source) = (Heap::with_extents(2 << 20), Pretended::new(512 << 20));
+    source.arenas_left.set(1);
+    for round in 0..1000 {
+        let align = 4096 << (round % 11);
+        let large = heap.allocate(&source, 33 << 20, align).expect("room").address;
+        heap.free(&source, large).expect("live");
+        // One of five stays.
+        let extents: Vec<_> = (0..5)
+            .map(|_| heap.allocate_extent(&source, 16 << 10, 4096).expect("room").address)
+            .collect();
+        for extent in &extents[1..] {
+            heap.release_extent(&source, *extent, 16 << 10).expect("live");
+        }
+    }
 }
 
 #[test]
