@@ -26,7 +26,7 @@ const ARENA_BYTES_MIN: usize = 64 << 20;
 /// Pieces that one `free` may have forgotten. It frees one: what is left is for the next.
 const DISCARDS_MAX: usize = 16;
 /// How often, and after which pauses, the daemon is asked about discards that it has not answered, before an
-/// allocation is refused: a second in all where it does not answer.
+/// allocation is refused: a second in all where it is away.
 const DOUBT_TRIES_MAX: usize = 200;
 const DOUBT_PAUSE: Duration = Duration::from_millis(5);
 /// How long an allocation waits for a daemon that has been asked and works, or waits for its device.
