@@ -6,7 +6,7 @@
 use super::Manager;
 use super::limbo::forget_extent;
 use super::op::{ArmThen, Kind, Op, Prepare};
-use super::space::{Block, Ending, Space};
+use super::space::{Block, Ending, Region, Space};
 use super::{Waiting, refuse, reply};
 use crate::effect::{Effect, Refusal, Reply};
 use crate::page::PageState;
@@ -40,15 +40,13 @@ impl<R: Records> Manager<R> {
         let Some(space) = self.spaces.get_mut(&proc) else {
             return;
         };
-        let inside = |base: Addr| {
-            let region = space.region_at(base)?;
+        let inside = |region: &Region| {
             let start = span.start.max(region.span().start);
             let end = span.end().min(region.span().end());
-            (start < end).then(|| Span::new(start, end.0 - start.0))
+            (start < end).then(|| (region.record.region, Span::new(start, end.0 - start.0)))
         };
-        let bases: Vec<Addr> = space.regions.iter().map(|r| r.record.base).collect();
-        let pieces: Vec<Span> = bases.into_iter().filter_map(inside).collect();
-        for piece in pieces {
+        let pieces: Vec<(RegionId, Span)> = space.regions.iter().filter_map(inside).collect();
+        for (region, piece) in pieces {
             let mut at = piece.start;
             while at < piece.end() {
                 if let Some(region) = self.spaces.get_mut(&proc).and_then(|s| s.region_at_mut(at)) {
@@ -61,6 +59,7 @@ impl<R: Records> Manager<R> {
             self.discards.push_back(super::PendingDiscard {
                 request: None,
                 proc,
+                region,
                 span: aligned,
                 proof: super::Proof::Given,
             });

@@ -71,6 +71,8 @@ struct Waiting {
 struct PendingDiscard {
     request: Option<RequestId>,
     proc: ProcId,
+    /// Its addresses may be another region's by the time it begins.
+    region: RegionId,
     span: Span,
     proof: Proof,
 }

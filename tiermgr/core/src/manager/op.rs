@@ -2,7 +2,7 @@
 
 use crate::effect::{BufRange, Buffer};
 use crate::page::PageMask;
-use crate::units::{Addr, LimboBlock, OpId, ProcId, RequestId, SlotId, Span};
+use crate::units::{Addr, LimboBlock, OpId, ProcId, RegionId, RequestId, SlotId, Span};
 use std::collections::BTreeMap;
 
 /// An operation and whose it is.
@@ -178,7 +178,7 @@ pub(crate) enum WriteStep {
 #[derive(Debug, Default)]
 pub(crate) struct Ops {
     last: u64,
-    ops: BTreeMap<OpId, Op>,
+    ops: BTreeMap<OpId, (Op, Option<RegionId>)>,
 }
 
 impl Ops {
@@ -187,27 +187,28 @@ impl Ops {
         OpId(self.last + 1)
     }
 
-    pub(crate) fn insert(&mut self, op: Op) -> OpId {
+    /// `counted_by` is the region that must not end before the operation does.
+    pub(crate) fn insert(&mut self, op: Op, counted_by: Option<RegionId>) -> OpId {
         let id = self.next();
         self.last = id.0;
-        self.ops.insert(id, op);
+        self.ops.insert(id, (op, counted_by));
         id
     }
 
     pub(crate) fn get_mut(&mut self, id: OpId) -> Option<&mut Op> {
-        self.ops.get_mut(&id)
+        self.ops.get_mut(&id).map(|(op, _)| op)
     }
 
     pub(crate) fn get(&self, id: OpId) -> Option<&Op> {
-        self.ops.get(&id)
+        self.ops.get(&id).map(|(op, _)| op)
     }
 
-    pub(crate) fn remove(&mut self, id: OpId) -> Option<Op> {
+    pub(crate) fn remove(&mut self, id: OpId) -> Option<(Op, Option<RegionId>)> {
         self.ops.remove(&id)
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = (OpId, &Op)> {
-        self.ops.iter().map(|(&id, op)| (id, op))
+        self.ops.iter().map(|(&id, (op, _))| (id, op))
     }
 
     pub(crate) fn is_empty(&self) -> bool {

@@ -36,13 +36,13 @@ impl<R: Records> Manager<R> {
             return;
         }
         let span = match what {
-            Request::Discard { span }
-            | Request::Advise { span, .. }
+            Request::Advise { span, .. }
             | Request::Prefetch { span }
             | Request::Pin { span }
             | Request::Residency { span } => Some(span),
             Request::AddRegion { .. }
             | Request::DropRegion { .. }
+            | Request::Discard { .. }
             | Request::Unpin { .. }
             | Request::Drain => None,
         };
@@ -59,14 +59,16 @@ impl<R: Records> Manager<R> {
                     refuse(effects, request, Refusal::NotManaged);
                 }
             }
-            Request::Discard { span } => {
-                self.discards.push_back(PendingDiscard {
+            Request::Discard { span } => match self.check_span(proc, span) {
+                Ok(region) => self.discards.push_back(PendingDiscard {
                     request: Some(request),
                     proc,
+                    region,
                     span,
                     proof: Proof::Needed,
-                });
-            }
+                }),
+                Err(why) => refuse(effects, request, why),
+            },
             Request::Advise { span, advice } => {
                 self.advise(proc, span, advice);
                 reply(effects, request, Reply::Done);
@@ -97,7 +99,8 @@ impl<R: Records> Manager<R> {
         }
     }
 
-    fn check_span(&self, proc: ProcId, span: Span) -> Result<(), Refusal> {
+    /// The region that all of `span` lies in.
+    fn check_span(&self, proc: ProcId, span: Span) -> Result<RegionId, Refusal> {
         let page = self.shared.page_bytes();
         if span.len == 0 || !span.start.0.is_multiple_of(page) || !span.len.is_multiple_of(page) {
             return Err(Refusal::Misaligned);
@@ -105,7 +108,7 @@ impl<R: Records> Manager<R> {
         let region = self.spaces.get(&proc).and_then(|s| s.region_at(span.start));
         let region = region.filter(|r| r.closing.is_none()).ok_or(Refusal::NotManaged)?;
         let left = region.span().end().0 - span.start.0;
-        if span.len > left { Err(Refusal::NotManaged) } else { Ok(()) }
+        if span.len > left { Err(Refusal::NotManaged) } else { Ok(region.record.region) }
     }
 
     fn add_region(
@@ -413,7 +416,7 @@ impl<R: Records> Manager<R> {
     }
 
     fn begin_discard(&mut self, discard: PendingDiscard, effects: &mut Vec<Effect>) -> bool {
-        let PendingDiscard { request, proc, span, .. } = discard;
+        let PendingDiscard { request, proc, region, span, .. } = discard;
         let Some(space) = self.spaces.get(&proc) else {
             if let Some(request) = request {
                 refuse(effects, request, Refusal::NotAttached);
@@ -423,7 +426,8 @@ impl<R: Records> Manager<R> {
         if space.is_held() && !space.gone {
             return false;
         }
-        let Some(index) = space.region_index(span.start) else {
+        let here = space.region_index(span.start);
+        let Some(index) = here.filter(|&index| space.regions[index].record.region == region) else {
             if let Some(request) = request {
                 refuse(effects, request, Refusal::NotManaged);
             }

@@ -196,17 +196,20 @@ impl<R: Records> Shared<R> {
 
     pub(crate) fn begin(&mut self, space: &mut Space, op: Op) -> OpId {
         space.ops += 1;
-        if let Some(region) = space.region_at_mut(op.at) {
+        let counted_by = space.region_at_mut(op.at).map(|region| {
             region.ops += 1;
-        }
-        self.ops.insert(op)
+            region.record.region
+        });
+        self.ops.insert(op, counted_by)
     }
 
     pub(crate) fn end(&mut self, space: &mut Space, id: OpId) -> Option<Op> {
-        let op = self.ops.remove(id)?;
+        let (op, counted_by) = self.ops.remove(id)?;
         space.ops -= 1;
-        if let Some(region) = space.region_at_mut(op.at) {
-            region.ops = region.ops.saturating_sub(1);
+        // What began where a region had ended may end where another has begun since.
+        let region = space.region_at_mut(op.at);
+        if let Some(region) = region.filter(|region| Some(region.record.region) == counted_by) {
+            region.ops -= 1;
         }
         Some(op)
     }

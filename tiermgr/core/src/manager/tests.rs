@@ -2,10 +2,12 @@
 //! something, and records as they stand at certain instants.
 
 use super::*;
+use crate::effect::Command;
+use crate::event::CommandOutcome;
 use crate::page::PageStates;
 use crate::record::{ExtentRecord, RegionRecord};
 use crate::slots::SEGMENT_SLOTS;
-use crate::units::{CHUNK_BYTES, CHUNK_EXTENTS, RecordIndex, SlotId};
+use crate::units::{CHUNK_BYTES, CHUNK_EXTENTS, EXTENT_BYTES, RecordIndex, SlotId};
 use std::cell::RefCell;
 use std::rc::Rc;
 
@@ -60,6 +62,8 @@ struct Machine {
     orders: Vec<Effect>,
     /// How arming ends.
     arming: IoctlOutcome,
+    /// Probes stay unanswered, as while a message is unread.
+    holds_probes: bool,
 }
 
 impl Machine {
@@ -71,7 +75,13 @@ impl Machine {
 
     fn over(manager: Manager<Kept>) -> Self {
         let now = Tick(1_000_000);
-        let mut machine = Self { manager, now, orders: Vec::new(), arming: IoctlOutcome::Done };
+        let mut machine = Self {
+            manager,
+            now,
+            orders: Vec::new(),
+            arming: IoctlOutcome::Done,
+            holds_probes: false,
+        };
         let limbo = Span::new(Addr(1 << 40), 4 * CHUNK_BYTES);
         machine.turn(Event::ProcReady { proc: PROC, limbo });
         machine
@@ -109,6 +119,7 @@ impl Machine {
             Effect::Arm { op, on, .. } => {
                 Event::Armed { op, outcome: if on { self.arming } else { outcome } }
             }
+            Effect::Probe { .. } if self.holds_probes => return None,
             Effect::Protect { op, .. } | Effect::Probe { op, .. } => {
                 Event::Protected { op, outcome }
             }
@@ -129,6 +140,42 @@ impl Machine {
             Effect::Reply { request, reply } if request == wanted => Some(reply),
             _ => None,
         })
+    }
+
+    /// Answers the probes that were held.
+    fn release_probes(&mut self) {
+        self.holds_probes = false;
+        let probes: Vec<OpId> = self
+            .orders
+            .iter()
+            .filter_map(|effect| match *effect {
+                Effect::Probe { op, .. } => Some(op),
+                _ => None,
+            })
+            .collect();
+        for op in probes {
+            self.turn(Event::Protected { op, outcome: IoctlOutcome::Done });
+        }
+    }
+
+    /// The last command that `wanted` names.
+    fn command(&self, wanted: impl Fn(Command) -> bool) -> Option<OpId> {
+        self.orders.iter().rev().find_map(|effect| match *effect {
+            Effect::Command { op, command, .. } if wanted(command) => Some(op),
+            _ => None,
+        })
+    }
+
+    /// The helper has carried a command out.
+    fn carried_out(&mut self, op: OpId, bytes: u64) {
+        self.turn(Event::Commanded { op, bytes, outcome: CommandOutcome::Done });
+    }
+
+    /// Touches a page and lets time pass until it may leave again.
+    fn touch(&mut self, at: Addr) {
+        self.turn(Event::Faulted { proc: PROC, at, write: true, protected: false });
+        self.now = self.now.after_ns(10_000_000);
+        self.turn(Event::TimerFired);
     }
 
     /// A region of `chunks` chunks at `at`.
@@ -294,4 +341,55 @@ fn slots_that_limbo_needs_are_not_given_back() {
     machine.manager.settle(machine.now, &mut effects);
     let given_back = effects.iter().filter(|effect| matches!(effect, Effect::ReturnSlots { .. }));
     assert_eq!(given_back.count(), 3);
+}
+
+/// What was asked of a region that has ended must not reach whoever got its addresses.
+#[test]
+fn a_late_discard_reaches_no_later_region() {
+    for later_chunks in [1, 2] {
+        let mut machine = Machine::new();
+        let Some(Reply::Region(region)) = machine.add(1, BASE, 2) else { panic!("no region") };
+        machine.holds_probes = true;
+        let span = Span::new(BASE, 2 * CHUNK_BYTES);
+        assert_eq!(machine.ask(2, Request::Discard { span }), None);
+        let held = machine.orders.len();
+        machine.holds_probes = false;
+        let dropped = machine.ask(3, Request::DropRegion { region });
+        assert_eq!(dropped, Some(Reply::Done));
+        assert!(matches!(machine.add(4, BASE, later_chunks), Some(Reply::Region(_))));
+        machine.orders.truncate(held);
+        machine.release_probes();
+        let refused = Some(Reply::Refused(Refusal::NotManaged));
+        assert_eq!(machine.reply_to(RequestId(2)), refused);
+        assert_eq!(machine.command(|_| true), None, "the later region was to be zapped");
+    }
+}
+
+/// The drop of what a region left in limbo may end when another region has its addresses: that one
+/// must not end under its own commands for that.
+#[test]
+fn a_region_waits_for_its_own_commands_whatever_ends_at_its_addresses() {
+    let mut machine = Machine::new();
+    let first = SlotId(1);
+    machine.turn(Event::SlotsGranted { first, count: SEGMENT_SLOTS });
+    let is_move = |command| matches!(command, Command::Move { .. });
+    let Some(Reply::Region(region)) = machine.add(1, BASE, 1) else { panic!("no region") };
+    machine.touch(BASE);
+    let moved = machine.command(is_move).unwrap();
+    // With room enough it rests in limbo until its region ends.
+    machine.turn(Event::Budget { bytes: 1 << 30 });
+    machine.carried_out(moved, EXTENT_BYTES);
+    assert_eq!(machine.ask(2, Request::DropRegion { region }), Some(Reply::Done));
+    let dropped = machine.command(|command| matches!(command, Command::Drop(_))).unwrap();
+    // Room for what waits to be dropped, and for one extent more.
+    machine.turn(Event::Budget { bytes: 2 * EXTENT_BYTES });
+    let Some(Reply::Region(region)) = machine.add(3, BASE, 1) else { panic!("no region") };
+    machine.touch(BASE);
+    let moving = machine.command(is_move).unwrap();
+    assert_ne!(moving, moved);
+    machine.carried_out(dropped, 0);
+    assert_eq!(machine.ask(4, Request::DropRegion { region }), None, "under a move");
+    machine.turn(Event::Budget { bytes: 1 << 30 });
+    machine.carried_out(moving, EXTENT_BYTES);
+    assert_eq!(machine.reply_to(RequestId(4)), Some(Reply::Done));
 }
