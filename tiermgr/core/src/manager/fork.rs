@@ -5,7 +5,8 @@
 //! same bytes as the parent had. So, before anything else happens to the parent: what is on its way
 //! back is given up (it is still parked), what is in limbo is written to slots (limbo is not copied),
 //! and then the table is copied, with one holder more for each slot. Faults of both wait meanwhile,
-//! asleep in the kernel, and are woken at the end.
+//! asleep in the kernel, and are woken at the end. Where each write fails, or limbo can be read no more
+//! (its address space has ended), they do not wait for ever: the pages concerned are lost to the child.
 //!
 //! The frames that both now share are counted once until one of them writes (`loan.rs`). They are
 //! write-protected, so that the write is announced.
@@ -13,7 +14,7 @@
 use super::Manager;
 use super::op::{ArmThen, Kind, Op};
 use super::shared::Shared;
-use super::space::{Ending, Region, Space, runs};
+use super::space::{Ending, FORK_TRIES_MAX, Region, Space, runs};
 use crate::effect::Effect;
 use crate::page::{PageState, PageStates};
 use crate::record::{Records, RegionRecord};
@@ -36,6 +37,8 @@ impl<R: Records> Manager<R> {
             return;
         };
         space.forks.push_back(child);
+        // The store may have got well since: one more try.
+        space.failed_writes = space.failed_writes.min(FORK_TRIES_MAX - 1);
         space.ahead.clear();
         // What is not armed in the parent, or was not when it began to be, is not in the child. Told
         // again after a restart, nobody knows what was armed when the child was forked.
@@ -156,7 +159,8 @@ impl<R: Records> Manager<R> {
                 let known = s.regions.iter().all(|r| r.record.unarmed_extents == 0);
                 // The records of one that nobody will look into are all there is.
                 let looked = s.recovering.is_none() || s.gone && !s.ready;
-                let quiet = s.ops == 0 && s.resting.is_empty() && looked;
+                let written = s.resting.is_empty() || s.keeps_limbo();
+                let quiet = s.ops == 0 && written && looked;
                 quiet && (known || s.drained) && !s.forks.is_empty()
             }) {
                 self.bear_child(parent, effects);
@@ -283,6 +287,12 @@ impl<R: Records> Manager<R> {
         for page in 0..self.shared.extent_pages() {
             let state = match states.get(page) {
                 PageState::LimboClean | PageState::Filling => PageState::Parked,
+                // The store took it from nobody, and limbo is not inherited. The parent has it still,
+                // unless its address space has ended.
+                PageState::LimboDirty => {
+                    self.shared.stats.poisoned_pages += 1;
+                    PageState::Poisoned
+                }
                 other => other,
             };
             states.set(page, state);

@@ -119,12 +119,16 @@ impl<R: Records> Manager<R> {
                 leaving += u64::from(block.mask.count_ones()) * extent_pages;
             }
         }
+        let now = self.shared.now;
+        for space in self.spaces.values().filter(|s| s.writes_rest_until > now) {
+            self.timer = self.timer.min(space.writes_rest_until);
+        }
         let mut begun = 0;
         while leaving < over {
             let oldest = self
                 .spaces
                 .values()
-                .filter(|s| s.has_helper && !s.gone)
+                .filter(|s| s.has_helper && !s.gone && s.writes_rest_until <= now)
                 .filter_map(|s| {
                     // A block may be empty already and wait only for a rescue to end.
                     let mut held = s.resting.iter().filter(|b| s.blocks[b.0 as usize].mask != 0);

@@ -11,6 +11,11 @@ use crate::units::{
 };
 use std::collections::VecDeque;
 
+/// Rest of a store that failed to write, and of blocks that could not be read.
+pub(crate) const WRITE_REST_NS: u64 = 100_000_000;
+/// Writes that may fail in a row before a fork does without: two seconds.
+pub(crate) const FORK_TRIES_MAX: u8 = 20;
+
 /// What is known of an extent beside its record, and forgotten at a restart.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct ExtentNote {
@@ -226,6 +231,10 @@ pub(crate) struct Space {
     pub blocks: Vec<Block>,
     /// Resting blocks, oldest first.
     pub resting: VecDeque<LimboBlock>,
+    /// Writes of blocks that failed in a row, counted once for each rest.
+    pub failed_writes: u8,
+    /// No write of its blocks begins before.
+    pub writes_rest_until: Tick,
     pub streams: Streams,
     /// Spans to read ahead, in order: first address, extents.
     pub ahead: VecDeque<(Addr, u32)>,
@@ -274,6 +283,8 @@ impl Space {
             in_place: false,
             blocks: Vec::new(),
             resting: VecDeque::new(),
+            failed_writes: 0,
+            writes_rest_until: Tick(0),
             streams: Streams::default(),
             ahead: VecDeque::new(),
             leases: std::collections::BTreeMap::new(),
@@ -302,6 +313,21 @@ impl Space {
             || self.gone
             || self.recovering.is_some()
             || !self.forks.is_empty()
+    }
+
+    /// A write of one of its blocks has failed, or a read of it.
+    pub(crate) fn note_failed_write(&mut self, now: Tick) {
+        // What failed beside it was begun before anybody knew.
+        if self.writes_rest_until <= now {
+            self.failed_writes = self.failed_writes.saturating_add(1);
+        }
+        self.writes_rest_until = now.after_ns(WRITE_REST_NS);
+    }
+
+    /// What is in limbo can be written to no slot, as far as anybody can tell: no child is to wait
+    /// for that.
+    pub(crate) const fn keeps_limbo(&self) -> bool {
+        self.failed_writes >= FORK_TRIES_MAX
     }
 
     pub(crate) fn region_index(&self, at: Addr) -> Option<usize> {

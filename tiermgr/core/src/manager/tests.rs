@@ -11,6 +11,8 @@ use crate::units::{CHUNK_BYTES, CHUNK_EXTENTS, EXTENT_BYTES, RecordIndex, SlotId
 use std::cell::RefCell;
 use std::rc::Rc;
 
+mod forks;
+
 const PAGE: u64 = 4096;
 const PROC: ProcId = ProcId(1);
 const BASE: Addr = Addr(1 << 30);
@@ -55,6 +57,7 @@ impl Records for Kept {
 }
 
 /// A manager on a machine on which everything ends well and no page is there, except as set.
+/// All of it is one address space, but for a second process that can be forked off.
 struct Machine {
     manager: Manager<Kept>,
     now: Tick,
@@ -64,7 +67,16 @@ struct Machine {
     arming: IoctlOutcome,
     /// Probes stay unanswered, as while a message is unread.
     holds_probes: bool,
+    /// How the next copies end; `None` stays unanswered. Further ones end well.
+    copies: VecDeque<Option<(u64, IoctlOutcome)>>,
+    /// Writes to the store end well.
+    store_works: bool,
+    /// The address space of `PROC` has ended.
+    ended: bool,
 }
+
+/// Rounds that one event may cause.
+const ROUNDS_MAX: u32 = 200;
 
 impl Machine {
     fn config() -> ManagerConfig {
@@ -81,6 +93,9 @@ impl Machine {
             orders: Vec::new(),
             arming: IoctlOutcome::Done,
             holds_probes: false,
+            copies: VecDeque::new(),
+            store_works: true,
+            ended: false,
         };
         let limbo = Span::new(Addr(1 << 40), 4 * CHUNK_BYTES);
         machine.turn(Event::ProcReady { proc: PROC, limbo });
@@ -101,20 +116,26 @@ impl Machine {
     /// Feeds an event and then all that comes of it. Commands to the helper stay unanswered.
     fn turn(&mut self, event: Event) {
         let mut events = vec![event];
-        while !events.is_empty() {
+        for round in 0.. {
+            if events.is_empty() {
+                break;
+            }
+            assert!(round < ROUNDS_MAX, "one thing leads to another for ever");
             let mut effects = Vec::new();
             for event in events.drain(..) {
                 self.manager.step(self.now, event, &mut effects);
             }
             self.manager.settle(self.now, &mut effects);
-            events.extend(effects.iter().filter_map(|effect| self.answer(effect)));
+            for effect in &effects {
+                events.extend(self.answer(effect));
+            }
             self.orders.append(&mut effects);
         }
         self.manager.check_deeply().unwrap();
     }
 
-    fn answer(&self, effect: &Effect) -> Option<Event> {
-        let outcome = IoctlOutcome::Done;
+    fn answer(&mut self, effect: &Effect) -> Option<Event> {
+        let outcome = if self.ended { IoctlOutcome::NoProcess } else { IoctlOutcome::Done };
         Some(match *effect {
             Effect::Arm { op, on, .. } => {
                 Event::Armed { op, outcome: if on { self.arming } else { outcome } }
@@ -124,7 +145,17 @@ impl Machine {
                 Event::Protected { op, outcome }
             }
             Effect::Zero { op, to, .. } => Event::Copied { op, bytes: to.len, outcome },
-            Effect::ReadMap { op, .. } => Event::Mapped { op, present: 0, known: true },
+            Effect::Copy { op, from, .. } => {
+                let whole = Some((u64::from(from.len), outcome));
+                let (bytes, outcome) = self.copies.pop_front().unwrap_or(whole)?;
+                Event::Copied { op, bytes, outcome }
+            }
+            Effect::ReadMap { op, .. } => Event::Mapped { op, present: 0, known: !self.ended },
+            Effect::ReadLimbo { op, to, .. } => {
+                Event::LimboRead { op, bytes: if self.ended { 0 } else { u64::from(to.len) } }
+            }
+            Effect::WriteSlots { op, .. } => Event::Written { op, ok: self.store_works },
+            Effect::ReadSlots { op, .. } => Event::SlotsRead { op, ok: true, damaged: 0 },
             _ => return None,
         })
     }
@@ -184,12 +215,16 @@ impl Machine {
         self.ask(request, Request::AddRegion { span })
     }
 
-    /// Records the states of the pages of an extent.
+    /// Records the states of the pages of an extent. Those that need a slot get one.
     fn record(&mut self, at: Addr, states: PageStates) {
         let space = self.manager.spaces.get_mut(&PROC).unwrap();
         let region = space.region_at_mut(at).unwrap();
         let extent = region.extent_of(at);
-        let slot = crate::units::SlotId::NONE;
+        let slots = &mut self.manager.shared.slots;
+        let slot = match states.any(PageState::needs_slot) {
+            true => slots.allocate(1).expect("no slot").0,
+            false => SlotId::NONE,
+        };
         self.manager.shared.update(PROC, region, extent, states, slot, None);
     }
 }

@@ -4,7 +4,7 @@ use super::Manager;
 use super::limbo::{READ_TRIES_MAX, leave_block, settle_block};
 use super::op::{Kind, Op, Piece, Write, WriteStep};
 use super::shared::Shared;
-use super::space::{Space, Stage, runs};
+use super::space::{Space, Stage, WRITE_REST_NS, runs};
 use crate::effect::{BufRange, Effect};
 use crate::page::{PageEvent, PageMask, PageState};
 use crate::record::Records;
@@ -13,9 +13,6 @@ use crate::units::{Addr, CHUNK_EXTENTS, EXTENT_BYTES, LimboBlock, OpId, ProcId, 
 
 /// Ranges that were zapped and that a fork may have seen before, until somebody asks whether one did.
 const ZAPPED_MAX: usize = 32;
-
-/// Rest of a store that failed to write.
-const STORE_REST_NS: u64 = 100_000_000;
 
 impl<R: Records> Manager<R> {
     /// Sends a resting block on its way out: extents with a valid slot copy at once, the others
@@ -55,8 +52,9 @@ impl<R: Records> Manager<R> {
             settle_block(shared, space, block);
             return true;
         }
-        if shared.now < shared.store_rests_until {
-            self.timer = self.timer.min(shared.store_rests_until);
+        let rests_until = shared.store_rests_until.max(space.writes_rest_until);
+        if shared.now < rests_until {
+            self.timer = self.timer.min(rests_until);
             return false;
         }
         if shared.slots.free_slots() == 0 {
@@ -178,6 +176,9 @@ impl<R: Records> Manager<R> {
         write.looked = Some(index);
         let (block, at) = (write.block, write.extents[index]);
         if !known || write.tries > READ_TRIES_MAX * 8 {
+            if let Some(space) = self.spaces.get_mut(&proc) {
+                space.note_failed_write(self.shared.now);
+            }
             self.end_write(id);
             return;
         }
@@ -215,7 +216,10 @@ impl<R: Records> Manager<R> {
         };
         if !ok {
             shared.stats.store_errors += 1;
-            shared.store_rests_until = shared.now.after_ns(STORE_REST_NS);
+            shared.store_rests_until = shared.now.after_ns(WRITE_REST_NS);
+            if let Some(space) = self.spaces.get_mut(&proc) {
+                space.note_failed_write(shared.now);
+            }
             self.end_write(id);
             return;
         }
@@ -230,6 +234,7 @@ impl<R: Records> Manager<R> {
         let extents: Vec<Addr> = write.extents.get(range).map(<[Addr]>::to_vec).unwrap_or_default();
         shared.stats.store_written_bytes += u64::from(count) * EXTENT_BYTES;
         if let Some(space) = self.spaces.get_mut(&proc) {
+            space.failed_writes = 0;
             for (n, at) in extents.into_iter().enumerate() {
                 let slot = slot.plus(low_u32(n as u64));
                 if !record_parked(shared, space, block, at, Some(slot)) {

@@ -1,0 +1,96 @@
+//! Forks at bad moments: the store fails, the address space ends, a message comes late.
+
+use super::*;
+
+const CHILD: ProcId = ProcId(2);
+const FORK: Event = Event::Forked { parent: PROC, child: CHILD };
+
+/// One extent rests in limbo, in no slot.
+fn with_limbo() -> Machine {
+    let mut machine = Machine::new();
+    machine.turn(Event::SlotsGranted { first: SlotId(1), count: SEGMENT_SLOTS });
+    assert!(matches!(machine.add(1, BASE, 1), Some(Reply::Region(_))));
+    machine.touch(BASE);
+    let moved = machine.command(|command| matches!(command, Command::Move { .. })).unwrap();
+    // There is room: it is not written without a need.
+    machine.turn(Event::Budget { bytes: 1 << 30 });
+    machine.carried_out(moved, EXTENT_BYTES);
+    assert_eq!(machine.manager.state_of(PROC, BASE), Some(PageState::LimboDirty));
+    machine
+}
+
+/// Lets time pass until `done`. Gives how long that took.
+fn pass_until(machine: &mut Machine, done: impl Fn(&Machine) -> bool) -> u64 {
+    let begun = machine.now;
+    while !done(machine) {
+        let deadline = machine.manager.deadline();
+        assert!(deadline > machine.now, "nothing is waited for");
+        assert!(deadline < begun.after_ns(10_000_000_000), "it never comes");
+        machine.now = deadline;
+        machine.turn(Event::TimerFired);
+    }
+    machine.now.0 - begun.0
+}
+
+fn born(machine: &mut Machine, child: ProcId) -> u64 {
+    pass_until(machine, |machine| machine.manager.state_of(child, BASE).is_some())
+}
+
+#[test]
+fn nobody_waits_for_limbo_whose_address_space_has_ended() {
+    for child_ends_first in [false, true] {
+        let mut machine = with_limbo();
+        machine.ended = true;
+        machine.turn(FORK);
+        if child_ends_first {
+            machine.turn(Event::ProcGone { proc: CHILD });
+        }
+        machine.turn(Event::ProcGone { proc: PROC });
+        if !child_ends_first {
+            born(&mut machine, CHILD);
+            assert_eq!(machine.manager.state_of(CHILD, BASE), Some(PageState::Poisoned));
+            machine.turn(Event::ProcGone { proc: CHILD });
+        }
+        for proc in [PROC, CHILD] {
+            let released = Effect::Release { proc };
+            pass_until(&mut machine, |machine| machine.orders.contains(&released));
+        }
+    }
+}
+
+#[test]
+fn a_child_does_not_wait_for_a_store_that_writes_no_more() {
+    let mut machine = with_limbo();
+    machine.store_works = false;
+    machine.turn(FORK);
+    let waited = born(&mut machine, CHILD);
+    assert!(waited >= 1_000_000_000, "given up after {waited} ns");
+    assert_eq!(machine.manager.state_of(CHILD, BASE), Some(PageState::Poisoned));
+    // Whoever has the bytes keeps them.
+    assert_eq!(machine.manager.state_of(PROC, BASE), Some(PageState::LimboDirty));
+    // The next one does not wait as long for a store that is known to fail.
+    let next = ProcId(3);
+    machine.turn(Event::Forked { parent: PROC, child: next });
+    let waited = born(&mut machine, next);
+    assert!(waited <= 200_000_000, "{waited} ns");
+    assert_eq!(machine.manager.state_of(next, BASE), Some(PageState::Poisoned));
+    // In the parent they come back where they are touched.
+    machine.turn(Event::TimerFired);
+    machine.turn(Event::Faulted { proc: PROC, at: BASE, write: true, protected: false });
+    assert_eq!(machine.manager.state_of(PROC, BASE), Some(PageState::Dirty));
+}
+
+#[test]
+fn a_child_waits_for_a_store_that_fails_for_a_while() {
+    let mut machine = with_limbo();
+    machine.store_works = false;
+    machine.turn(FORK);
+    for _ in 0..5 {
+        machine.now = machine.manager.deadline();
+        machine.turn(Event::TimerFired);
+    }
+    assert_eq!(machine.manager.state_of(CHILD, BASE), None, "given up at once");
+    machine.store_works = true;
+    born(&mut machine, CHILD);
+    assert_eq!(machine.manager.state_of(CHILD, BASE), Some(PageState::Parked));
+}
