@@ -375,8 +375,8 @@ impl<R: Records> Manager<R> {
             IoctlOutcome::EventsPending | IoctlOutcome::NoMemory => {}
             // This page is mapped no longer; the others of the extent may be.
             IoctlOutcome::NoRange => {
+                self.note_hole(proc, zero.piece.start.plus(bytes));
                 done.len += page_bytes;
-                self.note_hole(proc, at);
             }
             IoctlOutcome::NoProcess => give_up = true,
         }
@@ -405,11 +405,12 @@ impl<R: Records> Manager<R> {
         }
     }
 
-    /// Notes that a page of the extent is mapped no longer.
+    /// Notes that the page at `at` is mapped no longer.
     pub(super) fn note_hole(&mut self, proc: ProcId, at: Addr) {
+        let page = page_mask(self.shared.page_of(at), 1);
         if let Some(region) = self.spaces.get_mut(&proc).and_then(|s| s.region_at_mut(at)) {
             let extent = region.extent_of(at);
-            region.note_mut(extent).hole = true;
+            region.note_mut(extent).holes |= page;
         }
     }
 

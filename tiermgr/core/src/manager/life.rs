@@ -333,6 +333,11 @@ impl<R: Records> Manager<R> {
         let extents = space.regions[index].record.extents;
         for extent in 0..extents {
             let record = shared.record(&space.regions[index], extent);
+            debug_assert_eq!(
+                record.states.mask(PageState::is_away) & !space.regions[index].note(extent).holes,
+                0,
+                "native memory would read as zeros"
+            );
             if record != crate::record::ExtentRecord::default() {
                 forget_extent(shared, space, index, extent);
             }
@@ -362,10 +367,15 @@ impl<R: Records> Manager<R> {
             };
             let extent = region.extent_of(at);
             let states = self.shared.record(region, extent).states;
-            let missing = |s: PageState| {
-                s.is_limbo()
-                    || matches!(s, PageState::Parked | PageState::Filling)
-                    || absent && s == PageState::Absent
+            let holes = region.note(extent).holes;
+            let missing = |page: u32| {
+                // A page that is mapped no longer can never be there. What it has in limbo a rescue forgets.
+                match states.get(page) {
+                    PageState::LimboDirty | PageState::LimboClean => true,
+                    PageState::Parked | PageState::Filling => holes & (1 << page) == 0,
+                    PageState::Absent => absent && holes & (1 << page) == 0,
+                    _ => false,
+                }
             };
             if region.is_unarmed(extent) {
                 // Native memory is there as soon as it is touched, which a device cannot do.
@@ -382,12 +392,7 @@ impl<R: Records> Manager<R> {
             let pages = self.shared.extent_pages();
             // Somebody is still looking whether it is there in truth.
             all &= !(absent && region.note(extent).is_busy());
-            if region.note(extent).hole && !states.any(PageState::is_limbo) {
-                // A page of it is mapped no longer: it can never be there. The others are.
-                at = next;
-                continue;
-            }
-            if let Some(page) = (0..pages).find(|&page| missing(states.get(page))) {
+            if let Some(page) = (0..pages).find(|&page| missing(page)) {
                 all = false;
                 if !region.note(extent).is_busy() {
                     let page_at = at.plus(u64::from(page) * self.shared.page_bytes());

@@ -253,7 +253,7 @@ impl<R: Records> Manager<R> {
         let full = (first..=last).any(|extent| region.note(extent).pins == u16::MAX);
         for extent in first..=last {
             // Whether a page is mapped is to be found out anew.
-            region.note_mut(extent).hole = false;
+            region.note_mut(extent).holes = 0;
         }
         let pinned = self.shared.gauges.pinned_pages + fresh * extent_pages;
         let beyond = pinned > self.shared.budget_pages / 2;
@@ -360,7 +360,7 @@ impl<R: Records> Manager<R> {
                     let first = region.extent_of(span.start);
                     let last = region.extent_of(Addr(span.end().0 - 1));
                     self.shared.residency(region, span).poisoned_bytes > 0
-                        || (first..=last).any(|extent| region.note(extent).hole)
+                        || (first..=last).any(|extent| region.note(extent).holes != 0)
                 },
             );
             if !there && !lost {
@@ -397,7 +397,7 @@ impl<R: Records> Manager<R> {
             let chunks = space.regions.iter_mut().flat_map(|region| &mut region.chunks);
             for note in chunks.flatten().flat_map(|chunk| &mut chunk.extents) {
                 // Whether a page is mapped is to be found out anew.
-                note.hole = false;
+                note.holes = 0;
             }
         }
     }

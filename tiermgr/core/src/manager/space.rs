@@ -35,8 +35,8 @@ pub(crate) struct ExtentNote {
     pub refusals: u8,
     /// Not to be moved before it ends.
     pub rest: Rest,
-    /// A page of it turned out to be mapped no longer.
-    pub hole: bool,
+    /// Pages of it that turned out to be mapped no longer.
+    pub holes: PageMask,
     /// Parked without a move: its pages are still in their place and about to be dropped.
     pub leaving: bool,
 }

@@ -139,6 +139,12 @@ impl PageState {
         matches!(self, S::LimboDirty | S::LimboClean)
     }
 
+    /// Whether the page's bytes are, or may be, somewhere else than in its place.
+    #[must_use]
+    pub const fn is_away(self) -> bool {
+        self.is_limbo() || matches!(self, S::Parked | S::Filling)
+    }
+
     const fn from_code(code: u8) -> Self {
         match code {
             1 => S::Dirty,

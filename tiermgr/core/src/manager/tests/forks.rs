@@ -94,3 +94,38 @@ fn a_child_waits_for_a_store_that_fails_for_a_while() {
     born(&mut machine, CHILD);
     assert_eq!(machine.manager.state_of(CHILD, BASE), Some(PageState::Parked));
 }
+
+/// A page that is mapped no longer stops a fill there, and a fork the rest of it: what is parked still
+/// must come back before the memory is left to the kernel.
+#[test]
+fn a_drain_brings_back_what_lies_beside_a_page_that_is_mapped_no_longer() {
+    let mut machine = Machine::new();
+    machine.turn(Event::SlotsGranted { first: SlotId(1), count: SEGMENT_SLOTS });
+    assert!(matches!(machine.add(1, BASE, 1), Some(Reply::Region(_))));
+    machine.record(BASE, PageStates::all(PageState::Parked, 16));
+    machine.turn(Event::Budget { bytes: 1 << 30 });
+    let no_range = Some((0, IoctlOutcome::NoRange));
+    machine.copies = [Some((3 * PAGE, IoctlOutcome::NoRange)), no_range, None].into();
+    assert_eq!(machine.ask(2, Request::Drain), None);
+    let copy = machine.orders.iter().rev().find_map(|order| match *order {
+        Effect::Copy { op, to, .. } => Some((op, to)),
+        _ => None,
+    });
+    let rest = BASE.plus(4 * PAGE);
+    let Some((op, to)) = copy else { panic!("nothing was brought in") };
+    assert_eq!(to, rest);
+    machine.turn(FORK);
+    machine.copies = [no_range, no_range].into();
+    machine.orders.clear();
+    let outcome = IoctlOutcome::EventsPending;
+    machine.turn(Event::Copied { op, bytes: 0, outcome });
+    machine.turn(Event::TimerFired);
+    assert_eq!(machine.reply_to(RequestId(2)), Some(Reply::Done));
+    let position = |wanted: fn(&Effect) -> bool| machine.orders.iter().position(wanted);
+    let back = position(|order| {
+        let rest = BASE.plus(4 * PAGE);
+        matches!(*order, Effect::Copy { to, from, .. } if to == rest && u64::from(from.len) == 12 * PAGE)
+    });
+    let disarmed = position(|order| matches!(order, Effect::Arm { on: false, .. }));
+    assert!(back.is_some() && back < disarmed, "{:?}", machine.orders);
+}
