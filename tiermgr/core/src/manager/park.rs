@@ -16,7 +16,9 @@ use crate::event::CommandOutcome;
 use crate::limits::COMMANDS_IN_FLIGHT_MAX;
 use crate::page::{PageEvent, PageMask, PageState};
 use crate::record::Records;
-use crate::units::{Addr, CHUNK_EXTENTS, EXTENT_BYTES, LimboBlock, OpId, ProcId, Span, low_u32};
+use crate::units::{
+    Addr, CHUNK_BYTES, CHUNK_EXTENTS, EXTENT_BYTES, LimboBlock, OpId, ProcId, Span, low_u32,
+};
 
 /// Chunks looked at in one turn for each that is moved.
 const TRIES_MAX: usize = 64;
@@ -266,6 +268,14 @@ impl<R: Records> Manager<R> {
             && !space.is_held()
             && region.closing.is_none();
         let quarter = low_u32(shared.gauges.resident_pages / u64::from(shared.extent_pages()) / 4);
+        // A discard waits until nobody works on any extent of its span.
+        let chunk = Span::new(at, CHUNK_BYTES);
+        let given_up: Vec<Span> = self
+            .discards
+            .iter()
+            .filter(|d| d.proc == proc && d.span.overlaps(chunk))
+            .map(|d| d.span)
+            .collect();
         let first = region.extent_of(at);
         for position in 0..CHUNK_EXTENTS {
             let extent = first + position;
@@ -277,9 +287,10 @@ impl<R: Records> Manager<R> {
             let bit = 1 << position;
             let young = mind_age && shared.stamp.wrapping_sub(note.stamp) < quarter;
             let refused = note.rest.lasts(shared.now);
-            let away =
-                states.any(|s| s.is_limbo() || matches!(s, PageState::Parked | PageState::Filling));
-            if !usable || note.is_busy() || note.pins > 0 || young || refused {
+            let away = states.any(PageState::is_away);
+            let place = Span::new(region.extent_addr(extent), EXTENT_BYTES);
+            let given = given_up.iter().any(|span| span.overlaps(place));
+            if !usable || note.is_busy() || note.pins > 0 || young || refused || given {
                 verdict.stays = true;
             } else if away {
                 verdict.stays = true;

@@ -428,3 +428,36 @@ fn a_region_waits_for_its_own_commands_whatever_ends_at_its_addresses() {
     machine.carried_out(moving, EXTENT_BYTES);
     assert_eq!(machine.reply_to(RequestId(4)), Some(Reply::Done));
 }
+
+/// A discard waits until nobody works on any of its extents: the policy must not keep it waiting, and
+/// not write what is given up.
+#[test]
+fn what_is_about_to_be_discarded_is_not_parked() {
+    let mut machine = Machine::new();
+    machine.turn(Event::SlotsGranted { first: SlotId(1), count: SEGMENT_SLOTS });
+    assert!(matches!(machine.add(1, BASE, 2), Some(Reply::Region(_))));
+    machine.turn(Event::Budget { bytes: 1 << 30 });
+    let second = BASE.plus(CHUNK_BYTES);
+    machine.touch(BASE);
+    machine.touch(second);
+    machine.holds_probes = true;
+    // To the middle of an extent.
+    let span = Span::new(BASE, CHUNK_BYTES + PAGE);
+    let kept = second.plus(EXTENT_BYTES);
+    machine.touch(kept);
+    assert_eq!(machine.ask(2, Request::Discard { span }), None);
+    machine.turn(Event::Budget { bytes: 0 });
+    machine.now = machine.now.after_ns(10_000_000);
+    machine.turn(Event::TimerFired);
+    let moved: Vec<Addr> = machine
+        .orders
+        .iter()
+        .filter_map(|order| match *order {
+            Effect::Command { command: Command::Move { from, .. }, .. } => Some(from),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(moved, [kept]);
+    machine.release_probes();
+    assert!(machine.command(|command| command == Command::Drop(span)).is_some());
+}
