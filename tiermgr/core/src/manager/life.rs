@@ -61,7 +61,8 @@ impl<R: Records> Manager<R> {
                 proc,
                 region,
                 span: aligned,
-                proof: super::Proof::Given,
+                // A fork may have copied the page tables before, and its message come after.
+                proof: super::Proof::Needed,
             });
         }
     }

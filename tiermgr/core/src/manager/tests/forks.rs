@@ -19,6 +19,15 @@ fn with_limbo() -> Machine {
     machine
 }
 
+/// One extent lies in a slot.
+fn with_parked() -> Machine {
+    let mut machine = Machine::new();
+    machine.turn(Event::SlotsGranted { first: SlotId(1), count: SEGMENT_SLOTS });
+    assert!(matches!(machine.add(1, BASE, 1), Some(Reply::Region(_))));
+    machine.record(BASE, PageStates::all(PageState::Parked, 16));
+    machine
+}
+
 /// Lets time pass until `done`. Gives how long that took.
 fn pass_until(machine: &mut Machine, done: impl Fn(&Machine) -> bool) -> u64 {
     let begun = machine.now;
@@ -99,10 +108,7 @@ fn a_child_waits_for_a_store_that_fails_for_a_while() {
 /// must come back before the memory is left to the kernel.
 #[test]
 fn a_drain_brings_back_what_lies_beside_a_page_that_is_mapped_no_longer() {
-    let mut machine = Machine::new();
-    machine.turn(Event::SlotsGranted { first: SlotId(1), count: SEGMENT_SLOTS });
-    assert!(matches!(machine.add(1, BASE, 1), Some(Reply::Region(_))));
-    machine.record(BASE, PageStates::all(PageState::Parked, 16));
+    let mut machine = with_parked();
     machine.turn(Event::Budget { bytes: 1 << 30 });
     let no_range = Some((0, IoctlOutcome::NoRange));
     machine.copies = [Some((3 * PAGE, IoctlOutcome::NoRange)), no_range, None].into();
@@ -128,4 +134,18 @@ fn a_drain_brings_back_what_lies_beside_a_page_that_is_mapped_no_longer() {
     });
     let disarmed = position(|order| matches!(order, Effect::Arm { on: false, .. }));
     assert!(back.is_some() && back < disarmed, "{:?}", machine.orders);
+}
+
+/// A thread forks, and before the message of that can be read another one unmaps: what the first has
+/// copied is its child's.
+#[test]
+fn an_unmap_forgets_nothing_that_a_fork_may_have_copied() {
+    let mut machine = with_parked();
+    machine.holds_probes = true;
+    machine.turn(Event::Unmapped { proc: PROC, span: Span::new(BASE, EXTENT_BYTES) });
+    machine.turn(FORK);
+    machine.release_probes();
+    machine.turn(Event::TimerFired);
+    assert_eq!(machine.manager.state_of(CHILD, BASE), Some(PageState::Parked));
+    assert_eq!(machine.manager.state_of(PROC, BASE), Some(PageState::Absent));
 }
