@@ -132,8 +132,21 @@ impl<R: Records> Manager<R> {
             match self.serve(fault, desperate, effects) {
                 Served::Yes => {
                     self.waiting.pop_front();
+                    self.wake_others(fault, effects);
                 }
                 Served::NoRoom | Served::NoBuffer => return,
+            }
+        }
+    }
+
+    /// Whoever waited with a fault that was served asks again, unless an operation wakes them at its end.
+    fn wake_others(&mut self, fault: Waiting, effects: &mut Vec<Effect>) {
+        let at = fault.at.align_down(EXTENT_BYTES);
+        if let Some(region) = self.spaces.get_mut(&fault.proc).and_then(|s| s.region_at_mut(at)) {
+            let extent = region.extent_of(at);
+            let note = region.note_mut(extent);
+            if !note.is_busy() && std::mem::take(&mut note.wake) {
+                effects.push(Effect::Wake { proc: fault.proc, span: Span::new(at, EXTENT_BYTES) });
             }
         }
     }

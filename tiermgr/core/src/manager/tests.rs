@@ -461,3 +461,32 @@ fn what_is_about_to_be_discarded_is_not_parked() {
     machine.release_probes();
     assert!(machine.command(|command| command == Command::Drop(span)).is_some());
 }
+
+/// One of several faults on an extent waits for room on behalf of all: where it needs no operation,
+/// nobody would wake the others.
+#[test]
+fn each_of_several_lost_pages_is_answered() {
+    let mut machine = Machine::new();
+    machine.turn(Event::SlotsGranted { first: SlotId(1), count: SEGMENT_SLOTS });
+    assert!(matches!(machine.add(1, BASE, 1), Some(Reply::Region(_))));
+    machine.record(BASE, PageStates::all(PageState::Poisoned, 16));
+    machine.touch(BASE.plus(EXTENT_BYTES));
+    assert!(machine.command(|_| true).is_some(), "room is on its way");
+    machine.orders.clear();
+    for at in [BASE.plus(2 * EXTENT_BYTES), BASE, BASE.plus(PAGE)] {
+        machine.turn(Event::Faulted { proc: PROC, at, write: false, protected: false });
+    }
+    let proc = PROC;
+    let answered = |machine: &Machine, page: u64| {
+        machine.orders.iter().any(|order| match *order {
+            Effect::Poison { span, .. } | Effect::Wake { span, .. } => {
+                span.contains(BASE.plus(page * PAGE))
+            }
+            _ => false,
+        })
+    };
+    assert!(!answered(&machine, 0), "it was to wait");
+    machine.turn(Event::Budget { bytes: 1 << 30 });
+    assert!(machine.orders.contains(&Effect::Poison { proc, span: Span::new(BASE, PAGE) }));
+    assert!(answered(&machine, 1), "the second sleeps for ever");
+}
