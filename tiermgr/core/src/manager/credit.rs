@@ -124,6 +124,7 @@ impl<R: Records> Manager<R> {
             ArmThen::Ended | ArmThen::Drained => {
                 if let Some(region) = self.spaces.get_mut(&proc).and_then(|s| s.region_at_mut(at)) {
                     region.ending = super::space::Ending::Disarmed;
+                    region.proof = Proof::Needed;
                     region.closing.get_or_insert(crate::units::RequestId(0));
                 }
             }

@@ -127,7 +127,13 @@ impl<R: Records> Manager<R> {
         while let Some(space) = self.spaces.get(&proc).filter(|s| s.forks.is_empty()) {
             let gone = space.gone;
             let ended = space.regions.iter().position(|r| {
-                r.closing.is_some() && r.ops == 0 && (gone || r.ending != Ending::Proving)
+                let goes_on = match r.ending {
+                    Ending::Proving => false,
+                    Ending::Proven => true,
+                    // A child that was forked before the disarming is armed, and has yet to get its table.
+                    Ending::Disarmed => r.proof == super::Proof::Given,
+                };
+                r.closing.is_some() && r.ops == 0 && (gone || goes_on)
             });
             let Some(index) = ended else {
                 break;
@@ -151,14 +157,14 @@ impl<R: Records> Manager<R> {
         let proving: Vec<(Addr, super::Proof)> = space
             .regions
             .iter()
-            .filter(|r| r.closing.is_some() && r.ending == Ending::Proving)
+            .filter(|r| r.closing.is_some() && r.ending != Ending::Proven)
             .map(|r| (r.record.base, r.proof))
             .collect();
         for (base, proof) in proving {
             let proof = self.prove(proc, proof, effects);
             if let Some(region) = self.spaces.get_mut(&proc).and_then(|s| s.region_at_mut(base)) {
                 region.proof = proof;
-                if proof == super::Proof::Given {
+                if proof == super::Proof::Given && region.ending == Ending::Proving {
                     region.ending = Ending::Proven;
                 }
             }

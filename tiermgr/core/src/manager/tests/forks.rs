@@ -149,3 +149,20 @@ fn an_unmap_forgets_nothing_that_a_fork_may_have_copied() {
     assert_eq!(machine.manager.state_of(CHILD, BASE), Some(PageState::Parked));
     assert_eq!(machine.manager.state_of(PROC, BASE), Some(PageState::Absent));
 }
+
+/// A thread forks, its message cannot be read yet, and the memory is left to the kernel meanwhile: the
+/// child has it armed.
+#[test]
+fn a_drain_ends_after_the_forks_that_began_before_it() {
+    let mut machine = Machine::new();
+    assert!(matches!(machine.add(1, BASE, 1), Some(Reply::Region(_))));
+    machine.turn(Event::Budget { bytes: 1 << 30 });
+    machine.holds_probes = true;
+    assert_eq!(machine.ask(2, Request::Drain), None, "nobody knows whether a fork is pending");
+    assert!(machine.orders.iter().any(|order| matches!(order, Effect::Arm { on: false, .. })));
+    machine.turn(FORK);
+    machine.release_probes();
+    machine.turn(Event::TimerFired);
+    assert_eq!(machine.reply_to(RequestId(2)), Some(Reply::Done));
+    assert_eq!(machine.manager.state_of(CHILD, BASE), Some(PageState::Absent));
+}
