@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use tiermgr_core::manager::{Manager, RegionView};
 use tiermgr_core::page::PageState;
 use tiermgr_core::record::{ExtentRecord, Records, RegionRecord};
-use tiermgr_core::units::{Addr, CHUNK_BYTES, EXTENT_BYTES, ProcId, RecordIndex};
+use tiermgr_core::units::{Addr, CHUNK_BYTES, EXTENT_BYTES, ProcId, RecordIndex, Span};
 use tiermgr_core::watch::Watch;
 
 /// Turns after which a new daemon has looked at everything.
@@ -52,8 +52,15 @@ pub fn check_all(world: &World, manager: &Manager<SimRecords>) -> Checked {
 pub fn sleepers_are_watched(world: &World, watch: &Watch) -> Checked {
     let served = world.procs.iter().filter(|proc| proc.known && !proc.released && !proc.exited);
     for process in served {
+        if process.waits_for_lost {
+            // It is about to be ended.
+            continue;
+        }
         for waiter in process.mm.waiters.iter().filter(|waiter| waiter.read) {
-            if !watch.sleeps(process.id, waiter.at) {
+            // The answer is on its way: only the kernel holds it up, until a message has been read.
+            let poisoned =
+                |&(proc, span): &(ProcId, Span)| proc == process.id && span.contains(waiter.at);
+            if !watch.sleeps(process.id, waiter.at) && !world.poisons.iter().any(poisoned) {
                 let what = format!("{:?} at {:?}: {waiter:?}", process.id, waiter.at);
                 return broken("sleepers are watched", what);
             }

@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
+use tiermgr_sim::scenario::Bias;
 use tiermgr_sim::{Failure, Plan, run_plan};
 
 const USAGE: &str = "\
@@ -14,7 +15,8 @@ usage: sim [--seed N] [--count N] [--turns N] [--until T] [--trace] [--from T]
   --until T   stop after turn T
   --trace     print what happens
   --from T    print only from turn T on
-  --fail N    a plain world in which only the Nth thing that can fail fails";
+  --fail N    a plain world in which only the Nth thing that can fail fails
+  --bias B    more of something: Ends, DeadStore, Unmaps";
 
 struct Options {
     seed: u64,
@@ -24,6 +26,7 @@ struct Options {
     trace: bool,
     from: u64,
     fail: Option<u64>,
+    bias: Bias,
 }
 
 fn parse() -> Result<Options, String> {
@@ -35,11 +38,17 @@ fn parse() -> Result<Options, String> {
         trace: false,
         from: 0,
         fail: None,
+        bias: Bias::None,
     };
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         if argument == "--trace" {
             options.trace = true;
+            continue;
+        }
+        if argument == "--bias" {
+            let name = arguments.next().unwrap_or_default();
+            options.bias = Bias::named(&name).ok_or(format!("{name:?} is no bias"))?;
             continue;
         }
         let mut number = || {
@@ -84,6 +93,7 @@ fn main() -> ExitCode {
                     let mut plan = Plan::new(options.seed + nth, options.turns);
                     plan.until = options.until;
                     plan.fail_nth = options.fail;
+                    plan.bias = options.bias;
                     plan.trace_from = options.trace.then_some(options.from);
                     let outcome = run_plan(plan);
                     let counts = outcome.counts;

@@ -4,7 +4,7 @@ use crate::checkers;
 use crate::host::SimHost;
 use crate::records::SimRecords;
 use crate::rng::Rng;
-use crate::scenario::Scenario;
+use crate::scenario::{Bias, Scenario};
 use crate::trace::Trace;
 use crate::watchdog::Running;
 use crate::world::{Counts, Violation, World};
@@ -34,13 +34,23 @@ pub struct Plan {
     pub fail_nth: Option<u64>,
     /// The deep checks run every so many turns.
     pub check_every: u64,
+    /// More of something than the seed draws.
+    pub bias: Bias,
 }
 
 impl Plan {
     /// A run of `turns` turns of `seed`.
     #[must_use]
     pub const fn new(seed: u64, turns: u64) -> Self {
-        Self { seed, turns, until: None, trace_from: None, fail_nth: None, check_every: 8 }
+        Self {
+            seed,
+            turns,
+            until: None,
+            trace_from: None,
+            fail_nth: None,
+            check_every: 8,
+            bias: Bias::None,
+        }
     }
 }
 
@@ -58,12 +68,15 @@ pub struct Failure {
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { plan, turn, violation } = self;
-        let Plan { seed, turns, fail_nth, .. } = plan;
+        let Plan { seed, turns, fail_nth, bias, .. } = plan;
         let Violation { checker, what } = violation;
         writeln!(f, "seed {seed} failed at turn {turn}: {checker}: {what}")?;
         write!(f, "replay: scripts/sim --seed {seed} --turns {turns} --until {turn} --trace")?;
         if let Some(nth) = fail_nth {
             write!(f, " --fail {nth}")?;
+        }
+        if *bias != Bias::None {
+            write!(f, " --bias {bias:?}")?;
         }
         write!(f, " --from {}", turn.saturating_sub(40))
     }
@@ -97,8 +110,9 @@ pub fn run(seed: u64, turns: u64) -> Outcome {
 pub fn run_plan(plan: Plan) -> Outcome {
     let _running = Running::new(plan.seed);
     let mut rng = Rng::new(plan.seed);
-    let scenario =
+    let mut scenario =
         if plan.fail_nth.is_some() { Scenario::plain() } else { Scenario::draw(&mut rng) };
+    scenario.lean(plan.bias);
     let trace = Trace::new(plan.trace_from);
     trace.say(0, 0, format_args!("{scenario:?}"));
     let mut world = World::new(scenario, rng, trace);
@@ -206,6 +220,10 @@ impl Run {
         let mut steps = self.driver.host.world.steps_to_rest();
         loop {
             self.turn(64)?;
+            if self.world().unrest_of_programs().is_none() {
+                // Nobody waited for the store. Now let it have what is still to be written.
+                self.world().store_is_dead = false;
+            }
             let world = &self.driver.host.world;
             let Some(what) = world.unrest() else {
                 still += 1;

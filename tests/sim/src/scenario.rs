@@ -10,8 +10,9 @@ use tiermgr_core::units::{CHUNK_BYTES, Geometry};
 /// How often, in a thousand chances, each thing goes wrong.
 ///
 /// The atlas: what stands here never destroys the only true copy of a page, but for `ruin`, after
-/// which exactly the ruined pages may be reported as lost, and `helper_dies` together with an exit,
-/// which ends an address space whose limbo a forked child may still need.
+/// which exactly the ruined pages may be reported as lost, `helper_dies` together with an exit, and
+/// `ends_after_fork`, which end an address space whose limbo a forked child may still need, and
+/// `store_dies`, after which what a parent has in limbo cannot reach its children.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct FaultPlan {
     /// A copy finds no memory.
@@ -42,6 +43,12 @@ pub struct FaultPlan {
     pub messages_late: u32,
     /// The world moves on between two effects of one turn.
     pub interleave: u32,
+    /// A process and its helper end when the message of a fork has been read.
+    pub ends_after_fork: u32,
+    /// From now on each write to the store fails, for good.
+    pub store_dies: u32,
+    /// A thread that forks is held up between the copy and its message.
+    pub forks_late: u32,
 }
 
 /// How often clients do what. Weights, not chances.
@@ -77,6 +84,31 @@ pub struct Habits {
     pub nonsense: u32,
     /// Exit. A chance in a thousand turns, not a weight.
     pub exit: u32,
+}
+
+/// What a run has more of than its seed drew: what chance alone brings together too seldom.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Bias {
+    /// Nothing.
+    #[default]
+    None,
+    /// Processes that end with their helpers just after a fork.
+    Ends,
+    /// Forks with a store that writes no more.
+    DeadStore,
+    /// Forks whose messages come after those of later unmaps.
+    Unmaps,
+}
+
+impl Bias {
+    /// All but none.
+    pub const ALL: [Self; 3] = [Self::Ends, Self::DeadStore, Self::Unmaps];
+
+    /// The one with that name.
+    #[must_use]
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|bias| format!("{bias:?}") == name)
+    }
 }
 
 /// Everything that a seed decides.
@@ -171,6 +203,25 @@ impl Scenario {
         }
     }
 
+    /// The same with more of something.
+    pub const fn lean(&mut self, bias: Bias) {
+        match bias {
+            Bias::None => return,
+            Bias::Ends => self.faults.ends_after_fork = 300,
+            Bias::DeadStore => self.faults.store_dies = 5,
+            Bias::Unmaps => {
+                self.faults.forks_late = 980;
+                self.habits.raw_unmap = 60;
+                self.threads = 3;
+            }
+        }
+        self.procs_max = 5;
+        self.habits.fork = 10;
+        self.config.has_move = true;
+        // Pages rest for long in limbo, where no slot has them.
+        self.config.probation_ns = 10_000_000;
+    }
+
     /// A plain world in which nothing goes wrong: one process, two chunks of memory for six.
     #[must_use]
     pub fn plain() -> Self {
@@ -248,6 +299,9 @@ impl FaultPlan {
             helper_dies: if rng.chance(200) { rng.pick(&[1, 5]) } else { 0 },
             messages_late: sometimes(rng, &[50, 500]),
             interleave: sometimes(rng, &[50, 500]),
+            ends_after_fork: 0,
+            store_dies: 0,
+            forks_late: 0,
         }
     }
 }

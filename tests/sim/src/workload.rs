@@ -29,6 +29,11 @@ impl World {
                 self.touch(proc, thread, page, access);
                 true
             }
+            State::Forking(_)
+                if !self.settling && self.rng.chance(self.scenario.faults.forks_late) =>
+            {
+                true
+            }
             State::Forking(child) => {
                 let message = LayoutMessage::Fork(child);
                 self.procs[proc].mm.messages.push((message, thread));

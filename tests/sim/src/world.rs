@@ -75,6 +75,8 @@ pub struct World {
     pub counts: Counts,
     /// Faults are over and nobody begins anything.
     pub settling: bool,
+    /// Each write to the store fails from now on.
+    pub store_is_dead: bool,
     /// The daemon is dead: effects go nowhere. Set to the effects that are still carried out.
     pub doomed: Option<u64>,
     /// The turn in which a daemon last began.
@@ -131,6 +133,7 @@ impl World {
             trace,
             counts: Counts::default(),
             settling: false,
+            store_is_dead: false,
             doomed: None,
             daemon_since: 0,
             forked_at: None,
@@ -327,7 +330,8 @@ impl World {
         let io = self.store.pending[index];
         let faults = self.scenario.faults;
         let fate = if io.write {
-            if self.goes_wrong(faults.write_fails) { Fate::Fails } else { Fate::Well }
+            let fails = self.goes_wrong(faults.write_fails) || self.store_is_dead;
+            if fails { Fate::Fails } else { Fate::Well }
         } else if self.goes_wrong(faults.read_fails) {
             Fate::Fails
         } else if self.goes_wrong(faults.read_damaged) {
@@ -423,6 +427,10 @@ impl World {
         if self.settling {
             return false;
         }
+        if self.rng.chance(self.scenario.faults.store_dies) && !self.store_is_dead {
+            self.say(format_args!("the store writes no more"));
+            self.store_is_dead = true;
+        }
         if self.rng.chance(self.scenario.budget_moves) {
             let (low, high) = (self.scenario.budget_min_bytes, self.scenario.config.budget_bytes);
             let bytes = self.rng.range(low.min(high) >> 16, high >> 16) << 16;
@@ -445,6 +453,22 @@ impl World {
         for page in self.procs.iter_mut().flat_map(|process| &mut process.expect) {
             if page.value != 0 && generations.contains(&page.value) {
                 page.loss_ok = true;
+            }
+        }
+    }
+
+    /// What a process has in limbo, or has lost, may be lost to its children that have no table yet:
+    /// there is no way to them where the store writes no more, or the address space ends.
+    fn excuse_heirs(&mut self, parent: usize) {
+        let process = &self.procs[parent];
+        let in_limbo = process.mm.limbo().iter().filter_map(|page| page.pte.frame());
+        let mut lost: BTreeSet<u64> = in_limbo.map(|frame| self.frames.generation(frame)).collect();
+        lost.extend(process.expect.iter().filter(|page| page.loss_ok).map(|page| page.value));
+        let id = process.id;
+        let heirs = |child: &&mut Process| child.parent == Some(id) && !child.born;
+        for child in self.procs.iter_mut().filter(heirs) {
+            for (expect, page) in child.expect.iter_mut().zip(child.mm.arena()) {
+                expect.loss_ok |= page.pte.frame().is_none() && lost.contains(&expect.value);
             }
         }
     }
@@ -494,6 +518,7 @@ impl World {
         if self.procs[proc].mm.is_gone() {
             return;
         }
+        self.excuse_heirs(proc);
         let in_limbo: BTreeSet<u64> = self.procs[proc]
             .mm
             .limbo()
@@ -530,6 +555,12 @@ impl World {
         if let Some(dma) = self.dmas.first() {
             return Some(format!("{dma:?} is under way"));
         }
+        let unanswered = || self.ops.first().map(|op| format!("{op:?} is not answered"));
+        self.unrest_of_programs().or_else(unanswered)
+    }
+
+    /// The same of the programs and their helpers alone.
+    pub(crate) fn unrest_of_programs(&self) -> Option<String> {
         for (number, process) in self.procs.iter().enumerate() {
             if process.helper.outstanding() > 0 {
                 return Some(format!("the helper of process {number} has work"));
@@ -557,7 +588,7 @@ impl World {
                 return Some(format!("process {number} has not looked at everything"));
             }
         }
-        self.ops.first().map(|op| format!("{op:?} is not answered"))
+        None
     }
 
     /// Grows with everything that is finished on the way to rest, and with nothing else.
@@ -578,6 +609,7 @@ impl World {
                 continue;
             }
             let parent = self.procs[proc].id;
+            let mut forked = false;
             let mut messages = std::mem::take(&mut self.procs[proc].mm.messages);
             messages.sort_by_key(|(message, _)| matches!(message, LayoutMessage::Unmap(_)));
             for (message, thread) in messages {
@@ -585,6 +617,7 @@ impl World {
                     LayoutMessage::Fork(child) => {
                         self.procs[crate::ix(u64::from(child))].known = true;
                         self.forked_at = Some(self.turn);
+                        forked = true;
                         events.push(Event::Forked { parent, child: ProcId(child) });
                     }
                     LayoutMessage::Unmap(span) => {
@@ -593,12 +626,21 @@ impl World {
                 }
                 self.procs[proc].message_was_read(thread);
             }
+            let ends = self.scenario.faults.ends_after_fork;
+            let known = self.procs[proc].ready && !self.procs[proc].exited;
+            if forked && known && !self.settling && self.rng.chance(ends) {
+                self.exit(proc);
+                self.helper_dies(proc);
+            }
             for waiter in self.procs[proc].mm.waiters.iter_mut().filter(|waiter| !waiter.read) {
                 let Waiter { at, write, protected, .. } = *waiter;
                 waiter.read = true;
                 self.counts.faults += 1;
                 events.push(Event::Faulted { proc: parent, at, write, protected });
             }
+        }
+        if self.store_is_dead {
+            (0..self.procs.len()).for_each(|parent| self.excuse_heirs(parent));
         }
     }
 

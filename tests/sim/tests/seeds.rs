@@ -5,6 +5,7 @@
 use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+use tiermgr_sim::scenario::Bias;
 use tiermgr_sim::watchdog::Watchdog;
 use tiermgr_sim::{Plan, run, run_plan};
 
@@ -52,6 +53,16 @@ fn no_seed_breaks_a_promise() {
         plans.len(),
         failures.join("\n")
     );
+}
+
+/// Each bias for some of the seeds: what ends at bad moments, a store that dies, messages out of order.
+#[test]
+fn no_bias_breaks_a_promise() {
+    let _limit = Watchdog::new(LIMIT);
+    let biased = |seed| Bias::ALL.map(|bias| Plan { bias, ..Plan::new(seed, TURNS) });
+    let plans: Vec<_> = (1..=50).flat_map(biased).collect();
+    let failures = failures_of(&plans);
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
 #[test]
