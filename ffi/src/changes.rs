@@ -188,12 +188,12 @@ impl Heap {
             let first = (run.range.start - bounds.start) / page;
             let last = (run.range.end - bounds.start).div_ceil(page);
             for word in &table[first..last] {
-                let flags = word.load(Ordering::Relaxed);
-                let changed = (flags & !clear) | set;
-                // A word that stays as it is need not cost a page of the table.
-                if changed != flags {
-                    word.store(changed, Ordering::Relaxed);
-                }
+                // Others may change other flags of the same page. A word that stays as it is need not cost a
+                // page of the table.
+                let _was = word.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |flags| {
+                    let changed = (flags & !clear) | set;
+                    (changed != flags).then_some(changed)
+                });
             }
         }
         Ok(())
@@ -284,6 +284,30 @@ mod tests {
         assert!(heap.changed(LOCKED).eq(std::iter::once(page(0)..page(2))));
         heap.change(around, 0, Flags::MAX).expect("nothing is set");
         assert_eq!(heap.changed(Flags::MAX).count(), 0);
+    }
+
+    /// As two threads may: one protects a page, the other locks it.
+    #[test]
+    fn flags_that_threads_change_at_once_are_all_kept() {
+        const ROUNDS: usize = 200_000;
+        let heap = Heap::new(PAGE);
+        let block = heap.allocate(&Once(1 << 40), 2 * PAGE, 1).expect("room").address;
+        let page = block..block + PAGE;
+        let own_flag = |flag: Flags| {
+            for round in 0..ROUNDS {
+                let is_set = round % 2 == 0;
+                let (set, clear) = if is_set { (flag, 0) } else { (0, flag) };
+                heap.change(page.clone(), set, clear).expect("a table");
+                let seen = runs(&heap, page.clone())[0].2 & flag;
+                assert_eq!(seen, set, "round {round}: a change of flag {flag} was lost");
+            }
+        };
+        std::thread::scope(|scope| {
+            for flag in [NO_WRITE, LOCKED, WIPED] {
+                scope.spawn(move || own_flag(flag));
+            }
+        });
+        assert_eq!(runs(&heap, page.clone()), [(page, true, 0)]);
     }
 
     #[test]
