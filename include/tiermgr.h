@@ -77,7 +77,8 @@ typedef enum tiermgr_status {
     TIERMGR_E_CONNECTION_LOST = -33, /* the daemon is away; try again later */
     TIERMGR_E_NO_MEMORY = -34,       /* the process has no address space or memory left */
     TIERMGR_E_SYSTEM = -35,          /* the kernel refused something */
-    TIERMGR_E_TOO_MANY_CLIENTS = -36 /* the process has 16 clients already */
+    TIERMGR_E_TOO_MANY_CLIENTS = -36, /* the process has 16 clients already */
+    TIERMGR_E_INSIDE = -37            /* called by a signal handler that has interrupted the library */
 } tiermgr_status;
 
 /* A short fixed name such as "NO_DAEMON"; "UNKNOWN" for other numbers. Never NULL, never freed. */

@@ -108,6 +108,41 @@ pub struct Block {
     pub pages: u32,
 }
 
+/// What an arena needs beside its memory.
+#[derive(Debug)]
+pub struct Tables {
+    capacity: u32,
+    tags: Table<Tag>,
+    bins: Table<u32>,
+}
+
+impl Tables {
+    /// Those for `bytes` of memory.
+    ///
+    /// # Errors
+    /// `ENOMEM` where there is no room for them, or where it has 2^32 pages or more.
+    pub fn new(bytes: usize, page_bytes: usize) -> io::Result<Self> {
+        let capacity = u32::try_from(bytes / page_bytes)
+            .ok()
+            .filter(|&pages| pages < u32::MAX)
+            .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        let tags = Table::zeroed(capacity as usize)?;
+        match Table::zeroed(2 * BINS) {
+            Ok(bins) => Ok(Self { capacity, tags, bins }),
+            Err(error) => {
+                tags.unmap();
+                Err(error)
+            }
+        }
+    }
+
+    /// Gives them back.
+    pub fn unmap(self) {
+        self.tags.unmap();
+        self.bins.unmap();
+    }
+}
+
 /// A range cut into blocks.
 #[derive(Debug)]
 pub struct Arena {
@@ -148,29 +183,24 @@ fn bin_of(pages: u32) -> usize {
 }
 
 impl Arena {
-    /// An arena over `bytes` of fresh memory from `start`, of which whole pieces of `piece` pages are
-    /// discarded.
-    ///
-    /// # Errors
-    /// `ENOMEM` where there is no room for its tables, or where it has 2^32 pages or more.
-    pub fn new(start: usize, bytes: usize, page_bytes: usize, piece: u32) -> io::Result<Self> {
-        let capacity = u32::try_from(bytes / page_bytes)
-            .ok()
-            .filter(|&pages| pages < u32::MAX)
-            .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
-        Ok(Self {
+    /// An arena over as much fresh memory from `start` as the tables are for, of which whole pieces of
+    /// `piece` pages are discarded.
+    #[must_use]
+    pub const fn new(start: usize, tables: Tables, page_bytes: usize, piece: u32) -> Self {
+        let Tables { capacity, tags, bins } = tables;
+        Self {
             start,
             page_bytes,
             capacity,
             top: 0,
-            piece: piece.max(1),
-            tags: Table::zeroed(capacity as usize)?,
-            bins: Table::zeroed(2 * BINS)?,
+            piece: if piece == 0 { 1 } else { piece },
+            tags,
+            bins,
             filled: [[0; 4]; 2],
             ages: [Ages { oldest: 0, newest: 0 }; 2],
             dirty_pages: 0,
             held: 0,
-        })
+        }
     }
 
     /// Address of a page.

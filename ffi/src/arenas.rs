@@ -1,8 +1,7 @@
 //! The arenas of a client together: where a block comes from, and how much freed memory is kept.
 
-pub use crate::arena::Claim;
 use crate::arena::{Arena, Block, Fate, Kind};
-use std::io;
+pub use crate::arena::{Claim, Tables};
 use std::ops::Range;
 use tiermgr_core::units::low_u32;
 
@@ -117,18 +116,18 @@ impl Arenas {
         self.live_pages * self.page_bytes
     }
 
-    /// Adds `bytes` of fresh memory.
-    ///
-    /// # Errors
-    /// `ENOMEM` where there are too many arenas or no memory for tables.
-    pub fn add(&mut self, start: usize, bytes: usize) -> io::Result<()> {
-        let slot = self
-            .list
-            .get_mut(self.count)
-            .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
-        *slot = Some(Arena::new(start, bytes, self.page_bytes, self.piece)?);
+    /// Whether there can be no more.
+    #[must_use]
+    pub const fn is_full(&self) -> bool {
+        self.count == ARENAS_MAX
+    }
+
+    /// Adds fresh memory: as much as the tables are for. `None`: there are too many arenas.
+    pub fn add(&mut self, start: usize, tables: Tables) -> Option<()> {
+        let slot = self.list.get_mut(self.count)?;
+        *slot = Some(Arena::new(start, tables, self.page_bytes, self.piece));
         self.count += 1;
-        Ok(())
+        Some(())
     }
 
     /// A block of at least `bytes` on a multiple of `align`, a power of two. `None`: another arena is

@@ -3,9 +3,10 @@
 mod mapping;
 
 use crate::arenas::{Allocated, NotLive};
+use crate::cancel::Uncancelled;
 use crate::fork;
 use crate::heap::{Discarded, Heap, Source};
-use crate::link::{Config, FILTERED, Failed, Link, Patience, Uncancelled};
+use crate::link::{Config, FILTERED, Failed, Link, Patience};
 use crate::lock::{Entered, Guarded};
 use crate::sandbox::{self, Deed};
 use crate::space::{CHUNK, Locking, Reserved, page_bytes};
@@ -348,8 +349,10 @@ impl Client {
 
     fn try_discard(&self, start: usize, len: usize, patience: Patience) -> Answered<()> {
         let message = ToDaemon::Discard { start: start as u64, len: len as u64 };
-        let answer = self.enter().map_err(Failed::never)?.link.request(&message, patience);
-        match done(answer) {
+        // Kept until the heap knows of the outcome: of two discards of one range the later one has the last
+        // word.
+        let mut connected = self.enter().map_err(Failed::never)?;
+        match done(connected.link.request(&message, patience)) {
             Ok(()) => {
                 self.heap.settle(start, len);
                 Ok(())
@@ -448,10 +451,14 @@ impl Client {
         Ok(done(self.enter()?.link.request(message, Patience::Restart))?)
     }
 
+    /// A signal handler that has interrupted its thread in the heap is refused too: whoever has this lock may
+    /// wait for the heap's, and the heap could not be told what became of a discard.
     fn enter(&self) -> Result<Entered<'_, Connected>> {
-        self.connected
-            .enter()
-            .ok_or(Error::new(Status::Internal, "this thread is inside a call of tiermgr already"))
+        let inside = Error::new(Status::Inside, "this thread is inside a call of tiermgr already");
+        if self.heap.is_inside() {
+            return Err(inside);
+        }
+        self.connected.enter().ok_or(inside)
     }
 
     /// First half of a fork: nobody is inside, so that the child's copy is whole. The order is that

@@ -6,7 +6,8 @@
 mod mapping;
 
 pub use crate::arenas::Discarded;
-use crate::arenas::{ARENAS_MAX, Allocated, Arenas, First, NotLive};
+use crate::arenas::{ARENAS_MAX, Allocated, Arenas, First, NotLive, Tables};
+use crate::cancel::Uncancelled;
 use crate::changes::{Changes, UNMAPPED};
 use crate::lock::{Entered, Guarded};
 use crate::space::{CHUNK, Table, ZeroIsValid, page_bytes};
@@ -100,6 +101,22 @@ pub struct Heap {
 // SAFETY: the bits of an integer.
 unsafe impl ZeroIsValid for AtomicU64 {}
 
+/// What an arena that is being made needs beside its memory.
+struct ArenaTables {
+    of_arena: Tables,
+    /// For [`Bounds::not_extents`].
+    not_extents: Option<Table<AtomicU64>>,
+}
+
+impl ArenaTables {
+    fn unmap(self) {
+        self.of_arena.unmap();
+        if let Some(bits) = self.not_extents {
+            bits.unmap();
+        }
+    }
+}
+
 impl Heap {
     /// A heap without arenas, which has freed memory forgotten in whole pieces of `piece_bytes`.
     #[must_use]
@@ -192,7 +209,7 @@ impl Heap {
     ///
     /// # Errors
     /// `InvalidArgument` for an alignment that is no power of two up to [`ALIGN_MAX`]; `NoMemory`
-    /// where the size is absurd; `Internal` where this thread is inside the heap already; and what
+    /// where the size is absurd; `Inside` where this thread is inside the heap already; and what
     /// [`Source`] gives.
     pub fn allocate(&self, source: &impl Source, bytes: usize, align: usize) -> Result<Allocated> {
         let block = self.take(source, bytes, align, First::Dirty)?;
@@ -334,6 +351,8 @@ impl Heap {
     /// Where there is no other memory: waits for what became of discards that were not answered in time, for
     /// until then nobody can have what they were about. Whether any of that is free now.
     fn free_doubtful(&self, source: &impl Source) -> bool {
+        // A thread that ends in its sleep would end inside `malloc`.
+        let _uncancelled = Uncancelled::new();
         let mut is_any_free = false;
         let begun = Instant::now();
         let mut tries = 0;
@@ -462,9 +481,23 @@ impl Heap {
         let slack = align.max(CHUNK);
         let needed = (bytes + slack).next_multiple_of(CHUNK);
         let mut wanted = needed.max(*next);
-        let start = loop {
-            match source.add_arena(wanted) {
-                Ok(start) => break start,
+        // What can fail fails before the daemon has promised anything.
+        if self.arenas.enter().ok_or_else(inside)?.is_full() {
+            return Err(Error::new(
+                Status::NoMemory,
+                "64 ranges of memory are all that a program can have",
+            ));
+        }
+        let (start, tables) = loop {
+            let made = self.tables(wanted).and_then(|tables| match source.add_arena(wanted) {
+                Ok(start) => Ok((start, tables)),
+                Err(error) => {
+                    tables.unmap();
+                    Err(error)
+                }
+            });
+            match made {
+                Ok(made) => break made,
                 Err(error)
                     if matches!(error.status, Status::NoMemory | Status::NoRoom)
                         && wanted > needed =>
@@ -475,20 +508,16 @@ impl Heap {
                 Err(error) => return Err(error),
             }
         };
-        let first_pages = if self.has_extents {
-            let table = Table::zeroed((wanted / page_bytes()).div_ceil(64))
-                .map_err(|error| Error::system("a table for an arena", &error))?;
-            Some(table.leak())
-        } else {
-            None
-        };
         let mut arenas = self.arenas.enter().ok_or_else(inside)?;
         let index = arenas.count();
-        arenas.add(start, wanted).map_err(|error| Error::system("adding an arena", &error))?;
+        // There is a slot: whoever adds one has the lock of growth, which this thread holds.
+        arenas
+            .add(start, tables.of_arena)
+            .ok_or(Error::new(Status::Internal, "an arena was made for which there is no slot"))?;
         // While the lock is held: whoever gets a block of this arena must find it to be ours when it
         // frees it a moment later.
-        if let Some(first_pages) = first_pages {
-            self.bounds[index].not_extents.get_or_init(|| first_pages);
+        if let Some(bits) = tables.not_extents {
+            self.bounds[index].not_extents.get_or_init(|| bits.leak());
         }
         self.bounds[index].start.store(start, Ordering::Relaxed);
         self.bounds[index].end.store(start + wanted, Ordering::Relaxed);
@@ -496,6 +525,23 @@ impl Heap {
         drop(arenas);
         *next = (wanted * 2).clamp(ARENA_BYTES_MIN, ARENA_BYTES_MAX);
         Ok(())
+    }
+
+    fn tables(&self, bytes: usize) -> Result<ArenaTables> {
+        let make = || -> io::Result<ArenaTables> {
+            let of_arena = Tables::new(bytes, page_bytes())?;
+            if !self.has_extents {
+                return Ok(ArenaTables { of_arena, not_extents: None });
+            }
+            match Table::zeroed((bytes / page_bytes()).div_ceil(64)) {
+                Ok(bits) => Ok(ArenaTables { of_arena, not_extents: Some(bits) }),
+                Err(error) => {
+                    of_arena.unmap();
+                    Err(error)
+                }
+            }
+        };
+        make().map_err(|error| Error::system("tables for more memory; see `ulimit -v`", &error))
     }
 
     /// First half of a fork, first step: no arena is being made.
@@ -521,7 +567,7 @@ impl Heap {
 
 #[cold]
 fn inside() -> Error {
-    Error::new(Status::Internal, "this thread is inside the allocator already")
+    Error::new(Status::Inside, "this thread is inside the allocator already")
 }
 
 #[cfg(test)]

@@ -7,10 +7,12 @@
 //!
 //! From the bottom up: [`space`] reserves address ranges, [`arena`] and [`arenas`] cut them into
 //! blocks, [`heap`] grows and trims arenas, [`changes`] knows what the program did to its pages, [`link`](mod@link) talks with the daemon, [`client`] joins the two,
-//! [`fork`] carries clients into forked children, and [`sandbox`] knows what seccomp filters forbid.
+//! [`fork`] carries clients into forked children, [`sandbox`] knows what seccomp filters forbid, and
+//! [`cancel`] keeps cancelled threads from ending in the middle.
 
 pub mod arena;
 pub mod arenas;
+pub mod cancel;
 #[cfg(feature = "capi")]
 pub mod capi;
 pub mod changes;

@@ -11,6 +11,7 @@
 
 mod talk;
 
+use crate::cancel::Uncancelled;
 use crate::fds::{self, Fd};
 use crate::sandbox::{self, Deed};
 use crate::space::{self, Locking, Reserved};
@@ -320,6 +321,7 @@ impl Link {
     /// Ends the connection, and the helper. The caller has dropped all regions with the daemon's
     /// consent, or (`is_quiet` false) could not.
     pub fn end(&mut self, is_quiet: bool) {
+        let _uncancelled = Uncancelled::new();
         self.connection = Connection::Down { retry_ns: u64::MAX, wait_ns: 0, took_ns: 0 };
         let Some(mut attached) = self.attached.take() else { return };
         attached.helper.stop();
@@ -335,6 +337,7 @@ impl Link {
 
     /// Before a fork: notes whether there is something that a child must not lose.
     pub(crate) fn note_armed(&mut self) {
+        let _uncancelled = Uncancelled::new();
         self.was_armed = sandbox::may(Deed::Look) && matches!(self.take_nonce_page(), Ok(None));
     }
 
@@ -343,6 +346,7 @@ impl Link {
     ///
     /// `regions` are all that the client has, as `(start, len)`.
     pub(crate) fn join_family_after_fork(&mut self, regions: impl Iterator<Item = (usize, usize)>) {
+        let _uncancelled = Uncancelled::new();
         self.pid = fds::settle();
         if let Some(inherited) = self.attached.take() {
             let Attached { arena, limbo_fd, limbo, helper } = inherited;
@@ -637,32 +641,4 @@ fn reserve_limbo(welcome: &Welcome) -> Result<Option<Reserved>> {
 
 fn nanoseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
-}
-
-/// Keeps a cancelled thread from ending inside `malloc`, with the lock held.
-#[derive(Debug)]
-pub(crate) struct Uncancelled {
-    before: libc::c_int,
-}
-
-unsafe extern "C" {
-    fn pthread_setcancelstate(state: libc::c_int, before: *mut libc::c_int) -> libc::c_int;
-}
-
-const PTHREAD_CANCEL_DISABLE: libc::c_int = 1;
-
-impl Uncancelled {
-    pub(crate) fn new() -> Self {
-        let mut before = 0;
-        // SAFETY: `before` outlives the call, and the state is one of the two that exist.
-        unsafe { pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &raw mut before) };
-        Self { before }
-    }
-}
-
-impl Drop for Uncancelled {
-    fn drop(&mut self) {
-        // SAFETY: the state is the one that was in force; where it was goes is not asked.
-        unsafe { pthread_setcancelstate(self.before, std::ptr::null_mut()) };
-    }
 }

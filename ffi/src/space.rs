@@ -160,7 +160,7 @@ pub fn untouched_page() -> io::Result<usize> {
 pub unsafe trait ZeroIsValid {}
 
 /// An array in a mapping of its own: neither in managed memory nor in libc's heap. It costs memory
-/// only where it was touched, and is never given back.
+/// only where it was touched. Dropping it does not give it back.
 pub struct Table<T> {
     base: NonNull<T>,
     len: usize,
@@ -196,6 +196,11 @@ impl<T: ZeroIsValid> Table<T> {
 }
 
 impl<T> Table<T> {
+    /// Gives it back.
+    pub fn unmap(self) {
+        unmap(self.base.as_ptr() as usize, self.len * size_of::<T>());
+    }
+
     /// The elements, for good.
     #[must_use]
     pub fn leak(self) -> &'static [T] {
@@ -209,7 +214,7 @@ impl<T> std::ops::Deref for Table<T> {
 
     fn deref(&self) -> &[T] {
         // SAFETY: `base` begins a live mapping of `len` elements, page-aligned, zero at first, which
-        // is a valid value (`ZeroIsValid`); it is never unmapped.
+        // is a valid value (`ZeroIsValid`); only its owner unmaps it, and gives it up by that.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.len) }
     }
 }

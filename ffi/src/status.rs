@@ -41,11 +41,13 @@ pub enum Status {
     System = -35,
     /// The process has too many clients.
     TooManyClients = -36,
+    /// This thread is inside the library already: a signal handler has interrupted it there.
+    Inside = -37,
 }
 
 impl Status {
     /// All of them, with the names that `tiermgr_status_name` gives.
-    pub const NAMES: [(Self, &'static std::ffi::CStr); 15] = [
+    pub const NAMES: [(Self, &'static std::ffi::CStr); 16] = [
         (Self::InvalidArgument, c"INVALID_ARGUMENT"),
         (Self::NotManaged, c"NOT_MANAGED"),
         (Self::NoRoom, c"NO_ROOM"),
@@ -61,6 +63,7 @@ impl Status {
         (Self::NoMemory, c"NO_MEMORY"),
         (Self::System, c"SYSTEM"),
         (Self::TooManyClients, c"TOO_MANY_CLIENTS"),
+        (Self::Inside, c"INSIDE"),
     ];
 
     /// The number in C.

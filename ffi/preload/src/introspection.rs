@@ -6,6 +6,7 @@ use crate::libc_next::optional;
 use crate::{extents, route, small};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::io::Write;
+use tiermgr::cancel::Uncancelled;
 use tikv_jemalloc_sys as je;
 
 /// Calls a function of the next library; gives `$else` where it has none of that name.
@@ -106,6 +107,7 @@ pub(crate) unsafe extern "C" fn mallinfo2() -> libc::mallinfo2 {
 /// malloc_info(3).
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn malloc_info(options: c_int, stream: *mut libc::FILE) -> c_int {
+    let _uncancelled = Uncancelled::new();
     if route::client().is_none() {
         let missing = || {
             crate::errno::set(libc::ENOSYS);
@@ -144,6 +146,7 @@ pub(crate) unsafe extern "C" fn malloc_info(options: c_int, stream: *mut libc::F
 /// malloc_stats(3).
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn malloc_stats() {
+    let _uncancelled = Uncancelled::new();
     if small::is_on() {
         // SAFETY: no function and no options are jemalloc's defaults: all of it, on standard error.
         unsafe { je::malloc_stats_print(None, std::ptr::null_mut(), std::ptr::null()) };

@@ -2,6 +2,7 @@
 
 use std::fmt::{self, Write};
 use std::sync::atomic::{AtomicU8, Ordering};
+use tiermgr::cancel::Uncancelled;
 
 /// What is worth a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -65,6 +66,8 @@ fn write(text: fmt::Arguments<'_>) {
     let _complete = write!(line, "tiermgr[{}]: {text}", std::process::id()).is_ok();
     let end = line.used.min(line.bytes.len() - 1);
     line.bytes[end] = b'\n';
+    // Whoever writes may be inside `malloc`.
+    let _uncancelled = Uncancelled::new();
     // SAFETY: the buffer holds `end + 1` bytes. A standard error that takes nothing is no error.
     unsafe { libc::write(2, line.bytes.as_ptr().cast(), end + 1) };
 }

@@ -273,9 +273,13 @@ unsafe fn realloc_otherwise(block: *mut c_void, bytes: usize) -> *mut c_void {
         return unsafe { realloc_small(block, bytes) };
     }
     if let Some(client) = route::owner(block as usize) {
-        let Ok(usable) = client.heap().usable_bytes(block as usize) else {
+        let before = errno::get();
+        let usable = client.heap().usable_bytes(block as usize);
+        errno::set(before);
+        let Ok(usable) = usable else {
             // A signal handler that has interrupted this thread in the heap cannot look there.
             if client.heap().is_inside() {
+                route::note_refused_inside(bytes);
                 return no_memory();
             }
             invalid("realloc", block)
@@ -286,7 +290,6 @@ unsafe fn realloc_otherwise(block: *mut c_void, bytes: usize) -> *mut c_void {
             return ptr::null_mut();
         }
         if route::may_stay(bytes) {
-            let before = errno::get();
             let resized = client.heap().resize(block as usize, bytes);
             errno::set(before);
             if resized == Ok(true) {
@@ -480,7 +483,10 @@ pub(crate) unsafe extern "C" fn malloc_usable_size(block: *mut c_void) -> usize 
         return unsafe { small::usable_bytes(block) };
     }
     if let Some(client) = route::owner(block as usize) {
-        return client.heap().usable_bytes(block as usize).unwrap_or(0);
+        let before = errno::get();
+        let usable = client.heap().usable_bytes(block as usize).unwrap_or(0);
+        errno::set(before);
+        return usable;
     }
     if bootstrap::owns(block as usize) {
         return bootstrap::bytes_of(block.cast());

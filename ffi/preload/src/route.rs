@@ -1,8 +1,8 @@
 //! Who serves a large request, and the connection that is made for the first managed one.
 
 use crate::settings::{self, Settings};
-use crate::{chunks, extents, log, neighbours, small, vm};
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
+use crate::{chunks, errno, extents, log, neighbours, small, vm};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 use tiermgr::client::Client;
 use tiermgr::fork;
 use tiermgr::lock::Guarded;
@@ -14,11 +14,24 @@ static MIN_SIZE: AtomicUsize = AtomicUsize::new(usize::MAX);
 /// The same for mappings that the program makes.
 static MMAP_MIN: AtomicUsize = AtomicUsize::new(usize::MAX);
 static CLIENT: AtomicPtr<Client> = AtomicPtr::new(std::ptr::null_mut());
-/// The settings until they were used for the one attempt to connect.
-static WAITING: Guarded<Option<Settings>> = Guarded::new(None);
+/// What the one attempt to connect needs, and why it failed.
+static ATTEMPT: Guarded<Attempt> = Guarded::new(Attempt::None);
 static REQUIRE: AtomicBool = AtomicBool::new(false);
-/// A fall-back to libc was reported.
-static REPORTED: AtomicBool = AtomicBool::new(false);
+/// Of what this process was told already: a bit for each status. A program that is refused memory is to be told
+/// so, whatever libc has served before.
+static REFUSALS_TOLD: AtomicU64 = AtomicU64::new(0);
+static FALLBACKS_TOLD: AtomicU64 = AtomicU64::new(0);
+
+enum Attempt {
+    /// There is nothing to connect for, or a client.
+    None,
+    /// It is to be made.
+    With(Settings),
+    Failed(Error),
+}
+
+/// More is refused by every C library without a word: no machine has so much, and most have no such addresses.
+pub(crate) const BYTES_MAX: usize = 1 << 46;
 
 /// What becomes of a request.
 pub(crate) enum Outcome {
@@ -98,46 +111,59 @@ pub(crate) fn allocate(bytes: usize, align: usize) -> Outcome {
 
 fn without(bytes: usize, error: &Error) -> Outcome {
     match error.status {
-        Status::NoMemory => Outcome::Refused,
-        Status::NoRoom => {
-            report(format_args!("{bytes} bytes were refused: {error}"));
-            Outcome::Refused
-        }
         // An allocation from within the client, or in a signal handler.
-        Status::Internal | Status::InvalidArgument => Outcome::Libc,
-        _ if REQUIRE.load(Ordering::Relaxed) => {
-            report(format_args!("{bytes} bytes were refused, as TIERMGR_REQUIRE is set: {error}"));
-            Outcome::Refused
+        Status::Inside => Outcome::Libc,
+        Status::NoMemory if bytes > BYTES_MAX => Outcome::Refused,
+        Status::NoMemory | Status::NoRoom => {
+            refused(error, format_args!("{bytes} bytes were refused: {error}"))
         }
-        _ => {
-            report(format_args!("{error}; new memory comes from libc"));
-            Outcome::Libc
-        }
+        _ if REQUIRE.load(Ordering::Relaxed) => refused(
+            error,
+            format_args!("{bytes} bytes were refused, as TIERMGR_REQUIRE is set: {error}"),
+        ),
+        _ => left_to_libc(error, format_args!("{error}; new memory comes from libc")),
     }
 }
 
 /// What becomes of a mapping for which there is no managed memory.
 pub(crate) fn without_mapping(bytes: usize, error: &Error) -> Outcome {
     match error.status {
-        // In a signal handler, or where libc would have refused it.
-        Status::Internal | Status::InvalidArgument => Outcome::Libc,
-        _ if REQUIRE.load(Ordering::Relaxed) => {
-            report(format_args!(
+        // In a signal handler.
+        Status::Inside => Outcome::Libc,
+        _ if REQUIRE.load(Ordering::Relaxed) => refused(
+            error,
+            format_args!(
                 "a mapping of {bytes} bytes was refused, as TIERMGR_REQUIRE is set: {error}"
-            ));
-            Outcome::Refused
-        }
-        _ => {
-            report(format_args!(
+            ),
+        ),
+        _ => left_to_libc(
+            error,
+            format_args!(
                 "a mapping of {bytes} bytes is not managed, and others may not be: {error}"
-            ));
-            Outcome::Libc
-        }
+            ),
+        ),
     }
 }
 
-fn report(text: std::fmt::Arguments<'_>) {
-    if !REPORTED.swap(true, Ordering::Relaxed) {
+/// A block that is to be resized cannot be looked at: a signal handler has interrupted this thread in the heap.
+pub(crate) fn note_refused_inside(bytes: usize) {
+    let error = Error::new(Status::Inside, "a signal handler has interrupted the allocator");
+    refused(&error, format_args!("resizing a block to {bytes} bytes was refused: {error}"));
+}
+
+fn refused(error: &Error, text: std::fmt::Arguments<'_>) -> Outcome {
+    tell_once(&REFUSALS_TOLD, error.status, text);
+    Outcome::Refused
+}
+
+fn left_to_libc(error: &Error, text: std::fmt::Arguments<'_>) -> Outcome {
+    tell_once(&FALLBACKS_TOLD, error.status, text);
+    Outcome::Libc
+}
+
+fn tell_once(told: &AtomicU64, status: Status, text: std::fmt::Arguments<'_>) {
+    let bit = 1 << (status.code().unsigned_abs() % 64);
+    if told.fetch_or(bit, Ordering::Relaxed) & bit == 0 {
         log::warn(text);
     }
 }
@@ -146,14 +172,20 @@ fn report(text: std::fmt::Arguments<'_>) {
 #[cold]
 fn connect() -> Result<&'static Client, Outcome> {
     // A thread that is inside already allocates for the connection itself.
-    let mut waiting = WAITING.enter().ok_or(Outcome::Libc)?;
+    let mut attempt = ATTEMPT.enter().ok_or(Outcome::Libc)?;
     if let Some(client) = client() {
         return Ok(client);
     }
-    let Some(Settings { config, min_size, small, .. }) = waiting.take() else {
-        let refused = REQUIRE.load(Ordering::Relaxed);
-        return Err(if refused { Outcome::Refused } else { Outcome::Libc });
+    let settings = match std::mem::replace(&mut *attempt, Attempt::None) {
+        Attempt::With(settings) => settings,
+        Attempt::Failed(error) => {
+            let outcome = without_client(&error);
+            *attempt = Attempt::Failed(error);
+            return Err(outcome);
+        }
+        Attempt::None => return Err(Outcome::Libc),
     };
+    let Settings { config, min_size, small, .. } = settings;
     let socket = config.socket.clone();
     match Client::connect(config) {
         Ok(client) => {
@@ -167,24 +199,34 @@ fn connect() -> Result<&'static Client, Outcome> {
             ));
             Ok(client)
         }
-        Err(error) if REQUIRE.load(Ordering::Relaxed) => {
-            report(format_args!("{error}; as TIERMGR_REQUIRE is set, managed blocks are refused"));
-            Err(Outcome::Refused)
-        }
         Err(error) => {
-            report(format_args!("{error}; all memory comes from libc"));
-            MIN_SIZE.store(usize::MAX, Ordering::Relaxed);
-            MMAP_MIN.store(usize::MAX, Ordering::Relaxed);
-            small::give_up();
-            Err(Outcome::Libc)
+            let outcome = without_client(&error);
+            if matches!(outcome, Outcome::Libc) {
+                MIN_SIZE.store(usize::MAX, Ordering::Relaxed);
+                MMAP_MIN.store(usize::MAX, Ordering::Relaxed);
+                small::give_up();
+            }
+            *attempt = Attempt::Failed(error);
+            Err(outcome)
         }
+    }
+}
+
+fn without_client(error: &Error) -> Outcome {
+    if REQUIRE.load(Ordering::Relaxed) {
+        refused(
+            error,
+            format_args!("{error}; as TIERMGR_REQUIRE is set, managed blocks are refused"),
+        )
+    } else {
+        left_to_libc(error, format_args!("{error}; all memory comes from libc"))
     }
 }
 
 static HELD: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn before_fork() {
-    let held = WAITING.hold_for_fork();
+    let held = ATTEMPT.hold_for_fork();
     HELD.store(held, Ordering::Relaxed);
     if held {
         small::before_fork();
@@ -194,11 +236,25 @@ extern "C" fn before_fork() {
 extern "C" fn after_fork() {
     if HELD.swap(false, Ordering::Relaxed) {
         small::after_fork();
-        WAITING.release_after_fork();
+        ATTEMPT.release_after_fork();
     }
 }
 
+/// The child is a process of its own: whoever looks for its lines has not seen its parent's.
+extern "C" fn in_child() {
+    REFUSALS_TOLD.store(0, Ordering::Relaxed);
+    FALLBACKS_TOLD.store(0, Ordering::Relaxed);
+    after_fork();
+}
+
 extern "C" fn start() {
+    // A program finds zero there when it begins.
+    let before = errno::get();
+    prepare();
+    errno::set(before);
+}
+
+fn prepare() {
     let Some(mut settings) = settings::read() else { return };
     if let Some(obstacle) = neighbours::obstacle() {
         if settings.mmap_min.is_none() || !obstacle.leaves_mappings() {
@@ -224,7 +280,7 @@ extern "C" fn start() {
         log::warn(format_args!("jemalloc is not used: {why}; small blocks come from libc"));
         settings.small = false;
     }
-    if let Err(error) = fork::call_around(before_fork, after_fork, after_fork) {
+    if let Err(error) = fork::call_around(before_fork, after_fork, in_child) {
         log::warn(format_args!("{error}; all memory comes from libc"));
         return;
     }
@@ -235,8 +291,8 @@ extern "C" fn start() {
     chunks::begin();
     REQUIRE.store(settings.require, Ordering::Relaxed);
     let Settings { min_size, small, mmap_min, .. } = settings;
-    if let Some(mut waiting) = WAITING.enter() {
-        *waiting = Some(settings);
+    if let Some(mut attempt) = ATTEMPT.enter() {
+        *attempt = Attempt::With(settings);
         MIN_SIZE.store(min_size, Ordering::Release);
         MMAP_MIN.store(mmap_min.unwrap_or(usize::MAX), Ordering::Release);
         if small {

@@ -7,6 +7,7 @@
 //! Most calls need one look: [`serves`] at a size, or [`crate::chunks::look`] at an address. Where these do not
 //! know, [`who`] and [`owns`] do.
 
+use crate::errno;
 use crate::route::{self, Outcome};
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
@@ -87,7 +88,10 @@ pub(crate) fn who() -> Who {
 
 #[cold]
 fn first() -> Who {
-    match route::connected() {
+    let before = errno::get();
+    let connected = route::connected();
+    errno::set(before);
+    match connected {
         Ok(_) if is_forking() => Who::Next,
         Ok(_) => Who::Jemalloc,
         Err(Outcome::Refused) => Who::Nobody,

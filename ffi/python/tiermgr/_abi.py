@@ -32,6 +32,7 @@ STATUS_NAMES = {
     -34: "NO_MEMORY",
     -35: "SYSTEM",
     -36: "TOO_MANY_CLIENTS",
+    -37: "INSIDE",
 }
 CLASSES = {"default": 0, "latency": 1, "standard": 2, "bulk": 3}
 KINDS = {"heap": 0, "weights": 1, "kv": 2, "activation": 3}

@@ -69,7 +69,7 @@ impl Arena {
 const DIRTIED: Fate = Fate::Free(Kind::Dirty);
 
 fn arena(pages: usize) -> Arena {
-    Arena::new(2 << 20, pages * 4096, 4096, 1).expect("tables")
+    Arena::new(2 << 20, Tables::new(pages * 4096, 4096).expect("tables"), 4096, 1)
 }
 
 #[test]

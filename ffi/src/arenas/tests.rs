@@ -15,6 +15,10 @@ impl Chance {
     }
 }
 
+fn tables(bytes: usize) -> Tables {
+    Tables::new(bytes, PAGE).expect("tables")
+}
+
 fn check(arenas: &Arenas, model: &BTreeMap<usize, usize>) {
     for arena in arenas.list.iter().flatten() {
         arena.check();
@@ -131,8 +135,8 @@ fn cut_out(ranges: &mut BTreeMap<usize, usize>, hole: Range<usize>) {
 fn run(seed: u64, piece: u32) {
     let mut chance = Chance(seed | 1);
     let mut arenas = Arenas::new(PAGE, piece);
-    arenas.add(1 << 30, 64 << 20).expect("tables");
-    arenas.add(3 << 30, 512 << 20).expect("tables");
+    arenas.add(1 << 30, tables(64 << 20)).expect("a slot");
+    arenas.add(3 << 30, tables(512 << 20)).expect("a slot");
     let mut model = BTreeMap::new();
     let mut doubtful = BTreeMap::new();
     let mut held: Vec<Excess> = Vec::new();
@@ -242,7 +246,7 @@ fn agrees_with_a_model() {
 #[test]
 fn freed_memory_is_kept_up_to_a_limit() {
     let mut arenas = Arenas::new(PAGE, 1);
-    arenas.add(1 << 30, 1 << 30).expect("tables");
+    arenas.add(1 << 30, tables(1 << 30)).expect("a slot");
     let blocks: Vec<_> = (0..3)
         .map(|_| arenas.allocate(40 << 20, PAGE, First::Dirty).expect("room").address)
         .collect();
@@ -264,7 +268,7 @@ fn freed_memory_is_kept_up_to_a_limit() {
 fn what_does_not_fit_is_not_given() {
     let mut arenas = Arenas::new(PAGE, 1);
     assert_eq!(arenas.allocate(1, PAGE, First::Dirty), None);
-    arenas.add(1 << 30, 2 << 20).expect("tables");
+    arenas.add(1 << 30, tables(2 << 20)).expect("a slot");
     assert_eq!(arenas.allocate((2 << 20) + 1, PAGE, First::Dirty), None);
     assert_eq!(arenas.allocate(usize::MAX, PAGE, First::Dirty), None);
     assert!(arenas.allocate(2 << 20, PAGE, First::Dirty).is_some());
@@ -273,7 +277,7 @@ fn what_does_not_fit_is_not_given() {
 #[test]
 fn what_a_discard_may_still_reach_is_not_given_out() {
     let mut arenas = Arenas::new(PAGE, 1);
-    arenas.add(1 << 30, 8 << 20).expect("tables");
+    arenas.add(1 << 30, tables(8 << 20)).expect("a slot");
     let block = arenas.allocate(4 << 20, PAGE, First::Dirty).expect("room").address;
     let beside = arenas.allocate(4 << 20, PAGE, First::Dirty).expect("room").address;
     arenas.doubt(block + PAGE, PAGE);
@@ -299,7 +303,7 @@ fn what_a_discard_may_still_reach_is_not_given_out() {
 #[test]
 fn what_is_free_serves_though_parts_of_it_were_discarded() {
     let mut arenas = Arenas::new(PAGE, 512);
-    arenas.add(1 << 30, 12 << 20).expect("tables");
+    arenas.add(1 << 30, tables(12 << 20)).expect("a slot");
     // Each is a whole piece and half of one, which is too little to be discarded; they begin 4 MiB apart.
     let blocks =
         [(); 3].map(|()| arenas.allocate(3 << 20, PAGE, First::Dirty).expect("room").address);
@@ -319,7 +323,7 @@ fn what_is_free_serves_though_parts_of_it_were_discarded() {
 #[test]
 fn a_child_starts_without_doubts() {
     let mut arenas = Arenas::new(PAGE, 1);
-    arenas.add(1 << 30, 128 << 20).expect("tables");
+    arenas.add(1 << 30, tables(128 << 20)).expect("a slot");
     let [first, second] = [80 << 20, 48 << 20]
         .map(|bytes| arenas.allocate(bytes, PAGE, First::Dirty).expect("room").address);
     arenas.doubt(second, PAGE);
@@ -337,7 +341,7 @@ fn a_child_starts_without_doubts() {
 #[test]
 fn doubts_are_few_and_none_is_forgotten() {
     let mut arenas = Arenas::new(PAGE, 1);
-    arenas.add(1 << 30, 1 << 30).expect("tables");
+    arenas.add(1 << 30, tables(1 << 30)).expect("a slot");
     let blocks: Vec<_> = (0..3 * DOUBTS_MAX)
         .map(|_| arenas.allocate(1 << 20, PAGE, First::Dirty).expect("room").address)
         .collect();

@@ -139,6 +139,27 @@ fn small_extents_fill_holes_before_they_cut_large_free_blocks() {
 }
 
 #[test]
+fn the_daemon_is_asked_for_nothing_that_the_heap_could_not_use() {
+    // More arenas than there can be, and pages than an arena can have.
+    for heap in [Heap::new(PIECE), Heap::with_extents(PIECE)] {
+        let source = Pretended::new(ARENA_BYTES_MIN);
+        source.arenas_left.set(ARENAS_MAX + 8);
+        for _ in 0..ARENAS_MAX {
+            heap.allocate(&source, ARENA_BYTES_MIN - CHUNK, CHUNK).expect("room");
+        }
+        for _ in 0..3 {
+            let error = heap.allocate(&source, ARENA_BYTES_MIN - CHUNK, CHUNK).expect_err("full");
+            assert_eq!(error.status, Status::NoMemory);
+            assert_eq!(source.arenas_left.get(), 8, "asked for what nobody can use");
+        }
+        let (heap, source) = (Heap::new(PIECE), Pretended::new(usize::MAX));
+        let error = heap.allocate(&source, 1 << 45, 1).expect_err("no tables");
+        assert_eq!(error.status, Status::NoMemory);
+        assert_eq!(source.next.get(), 1 << 40, "asked for what nobody can use");
+    }
+}
+
+#[test]
 fn parts_of_extents_are_given_back_and_discarded_in_whole_pieces() {
     let (heap, source) = (Heap::with_extents(2 << 20), Pretended::new(usize::MAX));
     let addresses: Vec<_> = (0..4096)

@@ -4,6 +4,7 @@
 
 #![cfg(test)]
 
+mod preloaded;
 mod unanswered;
 
 use std::fs;
@@ -256,6 +257,10 @@ fn serve(stream: &Stream, book: &Book, device: &DeviceFd) {
         };
         say(stream, &reply);
     }
+}
+
+const fn is_discard(message: &ToDaemon) -> bool {
+    matches!(message, ToDaemon::Discard { .. })
 }
 
 fn check_uffds(descriptors: &[OwnedFd]) {

@@ -1,9 +1,12 @@
 //! Requests that the daemon did not answer may still be carried out: nothing that they could reach is
 //! given to anybody else before the daemon has said so.
 
-use super::{Act, Scripted};
+use super::{Act, Scripted, is_discard};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
+use tiermgr::changes::LOCKED;
 use tiermgr::status::Status;
 use tiermgr_wire::reply::ErrorCode;
 use tiermgr_wire::request::{Kind, ToDaemon};
@@ -27,10 +30,6 @@ fn is_unmapped(start: usize, bytes: usize) -> bool {
     // SAFETY: what was mapped just now.
     assert_eq!(unsafe { libc::munmap(found, bytes) }, 0);
     true
-}
-
-const fn is_discard(message: &ToDaemon) -> bool {
-    matches!(message, ToDaemon::Discard { .. })
 }
 
 /// More than what a heap keeps of freed memory.
@@ -168,6 +167,51 @@ fn what_a_program_dropped_without_an_answer_is_dropped_again_when_it_is_freed() 
     client.discard_range(block, 4096).expect("dropped");
     client.free(block).expect("live");
     assert_eq!(client.allocate(1 << 20, 4096).expect("a block").address, block);
+    client.disconnect().expect("quiet");
+}
+
+/// Two threads drop the same bytes; of the later one nobody knows whether it happened. The earlier one, which
+/// was confirmed, must not say that all is well after that. A third thread keeps the heap busy, so that both come
+/// to it late.
+#[test]
+fn a_discard_that_was_confirmed_settles_none_that_came_after_it() {
+    const HUGE: usize = 96 << 30;
+    let Some(daemon) = Scripted::new("settled") else { return };
+    let client = daemon.client();
+    let huge = client.allocate(HUGE, 4096).expect("addresses").address;
+    // To find that its end was changed, all of the block is looked at.
+    client.heap().change(huge + HUGE - 4096..huge + HUGE, LOCKED, 0).expect("a table");
+    let began = Instant::now();
+    assert_eq!(client.heap().resize(huge, 4096), Ok(true));
+    let busy = began.elapsed();
+    for round in 0..10 {
+        let block = client.allocate(1 << 20, 4096).expect("a block").address;
+        let discards = Arc::new(AtomicU32::new(0));
+        let counted = Arc::clone(&discards);
+        daemon.book.act(move |message| match message {
+            _ if !is_discard(message) => Act::Usual,
+            _ if counted.fetch_add(1, Ordering::SeqCst) == 0 => Act::Usual,
+            _ => Act::Refuse(ErrorCode::Internal),
+        });
+        thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    thread::sleep(busy / 4);
+                    // One of them is refused.
+                    let _is_known = client.discard_range(block, 4096).is_ok();
+                });
+            }
+            for _ in 0..3 {
+                assert_eq!(client.heap().resize(huge, 4096), Ok(true));
+            }
+        });
+        assert_eq!(discards.load(Ordering::SeqCst), 2);
+        client.free(block).expect("live");
+        let other = client.allocate(1 << 20, 4096).expect("a block").address;
+        assert_ne!(other, block, "round {round}: the discard may still happen");
+        daemon.book.act_as_usual();
+        client.free(other).expect("live");
+    }
     client.disconnect().expect("quiet");
 }
 

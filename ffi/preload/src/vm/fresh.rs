@@ -22,14 +22,12 @@ const ALIGN: usize = EXTENT;
 /// The daemon promises room for all of an arena. A program that maps more than this without asking for room
 /// means to use little of it.
 const NORESERVE_BYTES_MAX: usize = ARENA_BYTES_FIRST;
-/// No machine has so much, and most have no such addresses.
-const BYTES_MAX: usize = 1 << 46;
 
 /// Whether a mapping at no certain address is to be managed.
 pub(super) fn is_wanted(mapping: &Mapping) -> bool {
     let Mapping { bytes, access, flags, offset, .. } = *mapping;
     route::is_large_mapping(bytes)
-        && bytes <= BYTES_MAX
+        && bytes <= route::BYTES_MAX
         && access == ACCESS
         && flags & PRIVATE == PRIVATE
         && flags & !UNDERSTOOD == 0

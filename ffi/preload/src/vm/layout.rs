@@ -9,6 +9,7 @@ use std::ffi::c_int;
 use std::ops::Range;
 use std::time::Duration;
 use tiermgr::arenas::Claim;
+use tiermgr::cancel::Uncancelled;
 use tiermgr::changes::{
     Flags, GUARDED, KEYED, LOCKED, MAPPED, NOT_FORKED, PROTECTION, REPLACED, UNMAPPED, UNSURE,
     WIPED,
@@ -177,12 +178,13 @@ fn claim_each(
     range: &Range<usize>,
     mut then: impl FnMut(&Range<usize>, Claim) -> Result<(), Errno>,
 ) -> Result<(), Errno> {
+    let _uncancelled = Uncancelled::new();
     let mut at = range.start;
     let mut looks = 0;
     while at < range.end {
         let (bytes, claim) =
             client.heap().claim(&(at..range.end)).map_err(|error| match error.status {
-                Status::Internal => libc::EAGAIN,
+                Status::Inside => libc::EAGAIN,
                 _ => libc::ENOMEM,
             })?;
         if claim == Claim::Busy {
