@@ -561,7 +561,7 @@ fn attach(
         limbo: limbo_fd.as_fd(),
         hold: &[],
     };
-    let helper = helper::spawn(&config)
+    let helper = unless_short_of_processes(|| helper::spawn(&config))
         .map_err(|error| {
             let forbidden = error.kind() == io::ErrorKind::PermissionDenied;
             let what = if forbidden {
@@ -609,6 +609,20 @@ fn attach(
     }
 }
 
+/// Starts a process. Where there are as many as there may be, others end soon: a program would have to do without
+/// its helper for life.
+fn unless_short_of_processes<T>(mut start: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    let give_up = monotonic_ns().saturating_add(nanoseconds(RESTART_WAIT));
+    loop {
+        let outcome = start();
+        let is_short = outcome.as_ref().is_err_and(|e| e.raw_os_error() == Some(libc::EAGAIN));
+        if !is_short || monotonic_ns() >= give_up {
+            return outcome;
+        }
+        std::thread::sleep(Duration::from_nanos(RETRY_NS_MIN));
+    }
+}
+
 /// Whether what this process makes next would be the first process of another pid namespace.
 fn has_another_namespace_for_children() -> bool {
     let namespace = |name| std::fs::read_link(format!("/proc/self/ns/{name}"));
@@ -641,4 +655,23 @@ fn reserve_limbo(welcome: &Welcome) -> Result<Option<Reserved>> {
 
 fn nanoseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_helper_for_which_there_is_no_process_is_tried_again() {
+        let (mut tries, of) = (0, |number: i32| io::Error::from_raw_os_error(number));
+        let started = unless_short_of_processes(|| {
+            tries += 1;
+            if tries < 5 { Err(of(libc::EAGAIN)) } else { Ok(tries) }
+        });
+        assert_eq!(started.expect("in the end"), 5);
+        let refused = unless_short_of_processes::<()>(|| Err(of(libc::EPERM)));
+        assert_eq!(refused.expect_err("at once").raw_os_error(), Some(libc::EPERM));
+        let short = unless_short_of_processes::<()>(|| Err(of(libc::EAGAIN)));
+        assert_eq!(short.expect_err("not for ever").raw_os_error(), Some(libc::EAGAIN));
+    }
 }

@@ -41,6 +41,8 @@ const FDS_MAX: usize = 4 + HOLD_MAX;
 /// Above every number that the descriptors end at, and below every sensible RLIMIT_NOFILE.
 const FD_PARKING: usize = 32;
 const STACK_BYTES: usize = 64 * 1024;
+/// As long as a daemon waits for the handshake: on a busy machine a new process gets its turn late.
+const SERVE_WAIT: Duration = Duration::from_secs(10);
 const NAME: &std::ffi::CStr = c"tiermgr-helper";
 
 const _: () = assert!(FD_HOLD.unsigned_abs() as usize + HOLD_MAX <= FD_PARKING);
@@ -85,7 +87,7 @@ struct Start {
     count: usize,
 }
 
-/// Makes a helper for the calling process and waits, no longer than a second, until it serves.
+/// Makes a helper for the calling process and waits, no longer than ten seconds, until it serves.
 ///
 /// May be called by any thread; all signals of the caller are blocked for some microseconds.
 ///
@@ -180,7 +182,7 @@ impl HelperHandle {
     }
 
     fn wait_until_it_serves(&self) -> io::Result<()> {
-        let deadline = Instant::now() + Duration::from_secs(1);
+        let deadline = Instant::now() + SERVE_WAIT;
         loop {
             match self.head(layout::HELPER_STATE).load(Ordering::SeqCst) {
                 layout::STATE_FAILED => {
@@ -580,6 +582,21 @@ mod tests {
                 _ => return step.k,
             }
         }
+    }
+
+    #[test]
+    fn a_helper_that_gets_its_turn_late_is_waited_for() {
+        let ring: Vec<AtomicU32> = (0..layout::BYTES / 4).map(|_| AtomicU32::new(0)).collect();
+        let state = &ring[layout::HELPER_STATE / 4];
+        let at = ring.as_ptr().cast_mut().cast();
+        let handle = HelperHandle { pid: 0, stack: std::ptr::null_mut(), stack_bytes: 0, ring: at };
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_secs(2));
+                state.store(layout::STATE_RUNNING, Ordering::SeqCst);
+            });
+            handle.wait_until_it_serves().expect("it serves in the end");
+        });
     }
 
     #[test]
