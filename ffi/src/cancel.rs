@@ -1,7 +1,7 @@
 //! Threads that others cancel.
 //!
 //! A cancelled thread ends at its next call that may wait, and unwinds from there. In the middle of `malloc` it
-//! would keep a lock, and the frames of this library cannot be unwound: that ends the program.
+//! would keep a lock for good; and the frames of this library are not made to be unwound.
 
 /// Keeps this thread from ending as long as it is there. One that was cancelled ends at the program's next call
 /// that may wait.

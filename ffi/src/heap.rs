@@ -351,7 +351,6 @@ impl Heap {
     /// Where there is no other memory: waits for what became of discards that were not answered in time, for
     /// until then nobody can have what they were about. Whether any of that is free now.
     fn free_doubtful(&self, source: &impl Source) -> bool {
-        // A thread that ends in its sleep would end inside `malloc`.
         let _uncancelled = Uncancelled::new();
         let mut is_any_free = false;
         let begun = Instant::now();

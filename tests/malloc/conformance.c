@@ -382,6 +382,21 @@ static void check_introspection(void) {
     rows += 9;
 }
 
+/* Before anything else allocates: the first block of each kind may have to be got from far away. */
+static void check_first(void) {
+    if (errno != 0)
+        FAIL("errno is %d when the program begins", errno);
+    const size_t firsts[] = {16, 1 << 20};
+    for (size_t i = 0; i < COUNT(firsts); i++) {
+        errno = 7;
+        void *block = malloc_(firsts[i]);
+        if (!block || errno != 7)
+            FAIL("the first malloc(%zu) gave %p and changed errno to %d", firsts[i], block, errno);
+        freed(block, firsts[i], "malloc");
+        rows++;
+    }
+}
+
 int main(void) {
     static const struct {
         const char *name;
@@ -394,6 +409,7 @@ int main(void) {
         {"resizes", check_resizes},
         {"null", check_null},
     };
+    check_first();
     unsigned char *held[SIZES];
     for (size_t i = 0; i < SIZES; i++)
         fill(held[i] = need(sizes[i]), sizes[i], i);

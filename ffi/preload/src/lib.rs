@@ -12,6 +12,9 @@
 //!    page waits for its return. We keep our own copies of the userfaultfds open for that reason:
 //!    were the daemon's the last, the kernel would forget what is armed and answer with zeros.
 //!
+//! Where memory is refused (`ENOMEM`) each process says why, once for each cause; and apart from that, once for
+//! each cause, that libc serves something instead.
+//!
 //! A pointer belongs to whom its address says (`chunks`): to an arena of large blocks, to one of jemalloc's, to
 //! the bump arena, or else to libc. What this library allocates for itself always comes from libc (`own`), and a
 //! thread that is inside the client already is sent there too. Small requests touch no lock and no thread-local

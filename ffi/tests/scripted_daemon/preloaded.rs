@@ -37,7 +37,8 @@ fn program() -> PathBuf {
     program
 }
 
-/// Runs the program, which must end well, and gives the lines of the library without its name and number.
+/// Runs the program, which must end well, and gives what is on standard error: the lines of the library, without
+/// its name and number.
 fn lines(socket: &Path, what: &str, settings: &[(&str, &str)]) -> Vec<String> {
     let Some(library) = library() else { return Vec::new() };
     let program = program();
@@ -50,7 +51,7 @@ fn lines(socket: &Path, what: &str, settings: &[(&str, &str)]) -> Vec<String> {
     let told = String::from_utf8_lossy(&stderr);
     assert!(status.success() && said.trim_end() == "ok", "{what}: {status:?} {said}{told}");
     told.lines()
-        .map(|line| line.split_once("]: ").expect("a line of the library").1.into())
+        .map(|line| line.split_once("]: ").map_or(line, |(_, text)| text).to_owned())
         .collect()
 }
 
