@@ -22,7 +22,8 @@
  *    SHUTTING_DOWN, INTERNAL, PROTOCOL and SYSTEM;
  *  - after CONNECTION_LOST, SHUTTING_DOWN and INTERNAL nobody knows whether the daemon carried out
  *    what it was asked, and it may still do so. Functions for which that matters say what holds then;
- *  - no function is async-signal-safe;
+ *  - no function is async-signal-safe: one that is called by a handler which has interrupted the
+ *    library gives INSIDE at best;
  *  - a pointer argument must not be NULL unless the function says that it may be.
  *
  * If bytes are lost (a device failed and there is no other copy) the access raises SIGBUS. It never
@@ -30,8 +31,9 @@
  *
  * fork(): the child has a copy of all memory, as always. A client stays usable in the child, which
  * joins the parent's family: they share one limit. Leases are the parent's alone. fork() waits for
- * calls of other threads that are under way, and up to two seconds for the daemon. vfork() and
- * posix_spawn() are not affected. The child of a raw clone() can use the memory but not the client.
+ * calls of other threads that are under way, up to two seconds for the daemon, and on a machine that
+ * is overloaded up to ten until the child's helper gets its turn. vfork() and posix_spawn() are not
+ * affected. The child of a raw clone() can use the memory but not the client.
  *
  * SPDX-License-Identifier: MIT OR Apache-2.0
  */

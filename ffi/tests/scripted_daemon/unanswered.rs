@@ -184,7 +184,7 @@ fn a_discard_that_was_confirmed_settles_none_that_came_after_it() {
     let began = Instant::now();
     assert_eq!(client.heap().resize(huge, 4096), Ok(true));
     let busy = began.elapsed();
-    for round in 0..10 {
+    for round in 0..24 {
         let block = client.allocate(1 << 20, 4096).expect("a block").address;
         let discards = Arc::new(AtomicU32::new(0));
         let counted = Arc::clone(&discards);
