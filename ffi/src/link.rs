@@ -625,7 +625,8 @@ fn unless_short_of_processes<T>(mut start: impl FnMut() -> io::Result<T>) -> io:
 
 /// Whether what this process makes next would be the first process of another pid namespace.
 fn has_another_namespace_for_children() -> bool {
-    let namespace = |name| std::fs::read_link(format!("/proc/self/ns/{name}"));
+    // Of this thread: it makes the helper, and the first one of the program may have ended.
+    let namespace = |name| std::fs::read_link(format!("/proc/thread-self/ns/{name}"));
     // One that has no process yet has no name either. Where nothing can be told there is no /proc.
     namespace("pid")
         .is_ok_and(|own| namespace("pid_for_children").map_or(true, |for_them| for_them != own))

@@ -2,13 +2,14 @@
 
 #![expect(clippy::expect_used, reason = "a test ends where it fails")]
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::thread;
 use std::time::Duration;
 use tiermgr_sys::helper::{self, HelperConfig, HelperHandle};
-use tiermgr_sys::memory::read_memory;
+use tiermgr_sys::memory::{mappings_in, read_memory};
 use tiermgr_sys::process::page_size;
 use tiermgr_sys::ring::{Command, Completion, RingError, RingOwner, RingTicket};
+use tiermgr_sys::task::with_memory;
 use tiermgr_sys::uffd::{Message, Mode, Outcome, Uffd};
 use tiermgr_sys::{pidfd, sock};
 use tiermgr_tests::harness::{begin, eventually};
@@ -290,6 +291,31 @@ fn a_helper_holds_duplicates_that_a_daemon_can_fetch() {
     helper.reap(Duration::from_secs(10)).expect("ends");
 }
 
+/// What a child makes its helper with.
+struct Given {
+    memfd: OwnedFd,
+    event: OwnedFd,
+}
+
+impl Given {
+    fn of(ring: &RingOwner) -> Self {
+        let memfd = ring.memfd().try_clone_to_owned().expect("dup");
+        Self { memfd, event: ring.eventfd().try_clone_to_owned().expect("dup") }
+    }
+
+    fn spawn(&self) -> Option<HelperHandle> {
+        let limbo = userfaultfd(LIMBO)?;
+        helper::spawn(&HelperConfig {
+            ring: self.memfd.as_fd(),
+            event: self.event.as_fd(),
+            arena: None,
+            limbo: limbo.as_fd(),
+            hold: &[],
+        })
+        .ok()
+    }
+}
+
 /// The memory of a client that has exited is still there until the helper is stopped: a child may need
 /// pages from its limbo.
 #[test]
@@ -300,19 +326,10 @@ fn a_helper_keeps_the_memory_of_a_client_that_has_exited() {
     }
     let (ours, theirs) = sock::Stream::pair().expect("pair");
     let ring = RingOwner::create().expect("ring");
-    let (memfd, event) = (ring.memfd().try_clone_to_owned(), ring.eventfd().try_clone_to_owned());
-    let (memfd, event) = (memfd.expect("dup"), event.expect("dup"));
+    let given = Given::of(&ring);
     let area = Area::filled(4, 90);
     let client = fork(move || {
-        let Some(limbo) = userfaultfd(LIMBO) else { return 1 };
-        let spawned = helper::spawn(&HelperConfig {
-            ring: memfd.as_fd(),
-            event: event.as_fd(),
-            arena: None,
-            limbo: limbo.as_fd(),
-            hold: &[],
-        });
-        let Ok(helper) = spawned else { return 2 };
+        let Some(helper) = given.spawn() else { return 1 };
         i32::from(theirs.send_with_fds(&helper.pid().to_ne_bytes(), &[]).is_err())
     });
     let mut pid = [0; 4];
@@ -332,4 +349,71 @@ fn a_helper_keeps_the_memory_of_a_client_that_has_exited() {
     assert_eq!(area.read(2), 92, "our own copy is another one");
     ring.stop();
     assert!(pidfd::wait(helper.as_fd(), Duration::from_secs(10)).expect("poll"));
+}
+
+/// The first thread of a program ends, and others go on. Under the number of the program there is a zombie then,
+/// without memory and descriptors; another thread speaks for it, and its helper stays its child.
+#[test]
+fn a_program_outlives_its_first_thread() {
+    let _begun = begin("first thread");
+    if userfaultfd(LIMBO).is_none() {
+        return;
+    }
+    let (ours, theirs) = sock::Stream::pair().expect("pair");
+    let ring = RingOwner::create().expect("ring");
+    let given = Given::of(&ring);
+    let area = Area::filled(1, 70);
+    let client = fork(move || {
+        let Some(helper) = given.spawn() else { return 1 };
+        let pids = [std::process::id().cast_signed(), helper.pid(), given.memfd.as_raw_fd()];
+        let said: Vec<u8> = pids.into_iter().flat_map(i32::to_ne_bytes).collect();
+        if theirs.send_with_fds(&said, &[]).is_err() {
+            return 3;
+        }
+        thread::spawn(move || {
+            // Until it is told to end.
+            let end = theirs.recv_with_fds(&mut [0; 4]).map_or(4, |_| 0);
+            // SAFETY: ends the process at once.
+            unsafe { libc::_exit(end) };
+        });
+        // SAFETY: ends this thread alone. The closure stays on its stack, which nobody unmaps.
+        unsafe { libc::syscall(libc::SYS_exit, 0) };
+        5
+    });
+    let mut said = [0; 12];
+    ours.recv_with_fds(&mut said).expect("its numbers");
+    let number = |at: usize| i32::from_ne_bytes([0, 1, 2, 3].map(|byte| said[4 * at + byte]));
+    let (pid, helper, descriptor) = (number(0), number(1), number(2));
+    let process = pidfd::open(pid).expect("pidfd");
+    assert!(eventually(Duration::from_secs(10), || status_of(pid, "State").starts_with('Z')));
+    assert!(!pidfd::wait(process.as_fd(), Duration::from_millis(20)).expect("poll"), "it lives");
+
+    let errno = |error: std::io::Error| error.raw_os_error();
+    let mut bytes = [0; 8];
+    let read = read_memory(pid, &[(area.at(0), 8)], &mut bytes);
+    assert_eq!(errno(read.expect_err("no memory")), Some(libc::ESRCH));
+    let fetched = pidfd::getfd(process.as_fd(), descriptor);
+    // The latter on older kernels.
+    let refused = errno(fetched.expect_err("no descriptors"));
+    assert!(matches!(refused, Some(libc::ESRCH | libc::EBADF)), "{refused:?}");
+    assert!(!pidfd::threads_share_memory(pid, helper));
+
+    let other = with_memory(pid, Ok).expect("another thread");
+    assert_ne!(other, pid);
+    read_memory(other, &[(area.at(0), 8)], &mut bytes).expect("its memory");
+    assert_eq!(u64::from_ne_bytes(bytes), 70);
+    assert!(!mappings_in(pid, area.at(0), area.at(0) + 8).expect("maps").is_empty());
+    assert!(pidfd::same_memory(pid, helper).expect("kcmp"));
+    assert!(!pidfd::same_memory(pid, std::process::id().cast_signed()).expect("kcmp"));
+    assert_eq!(pidfd::children_of(pid).expect("children"), [helper]);
+    match pidfd::open_thread(other) {
+        Ok(thread) => drop(pidfd::getfd(thread.as_fd(), descriptor).expect("its descriptor")),
+        Err(error) => assert_eq!(errno(error), Some(libc::EINVAL), "a kernel before 6.9"),
+    }
+
+    ring.stop();
+    ours.send_with_fds(&[0; 4], &[]).expect("end");
+    assert_eq!(client.wait(), 0);
+    let gone = pidfd::same_memory(pid, std::process::id().cast_signed());
+    assert_eq!(errno(gone.expect_err("nobody can tell")), Some(libc::ESRCH));
 }

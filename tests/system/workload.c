@@ -3,6 +3,8 @@
  *   workload fill MIB ROUNDS       fills, then ROUNDS times reads all in order and changes some
  *   workload hold MIB              fills, says "filled", waits for a line, checks, says "right"
  *   workload renew MIB             the same, and afterwards allocates anew and forks
+ *   workload orphan MIB            as hold; the first thread fills and ends, another says "filled" and goes on
+ *   workload late MIB              as hold, all of it after the first thread has ended
  *   workload fork MIB              fills, forks; parent and child change and check their own copies
  *   workload forks MIB SECONDS     the same again and again; a child that is killed is no error
  *   workload pair MIB ROUNDS       forks once; both sides change and check their own, ROUNDS times
@@ -11,6 +13,7 @@
  * Says what is wrong and exits with 1 where a byte is; 2 for a wrong command line. */
 
 #include <errno.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -80,9 +83,8 @@ static void fork_once(struct pages *pages, uint64_t seed, bool may_be_killed)
     check(pages, "parent after the child");
 }
 
-static int run_hold(size_t mib, bool renews)
+static int hold(struct pages pages, bool renews)
 {
-    struct pages pages = fill(mib);
     char line[16];
 
     puts("filled");
@@ -106,6 +108,36 @@ static int run_hold(size_t mib, bool renews)
     check(&pages, "after changes");
     puts("right");
     return 0;
+}
+
+static int run_hold(size_t mib, bool renews)
+{
+    return hold(fill(mib), renews);
+}
+
+static pthread_t first_thread;
+static struct pages first_filled;
+
+static void *go_on(void *mib)
+{
+    if (pthread_join(first_thread, NULL) != 0)
+        exit(1);
+    if (first_filled.words == NULL)
+        first_filled = fill((size_t)mib);
+    exit(hold(first_filled, true));
+}
+
+/* Does not return. */
+static int run_without_first_thread(size_t mib, bool fills)
+{
+    pthread_t other;
+
+    if (fills)
+        first_filled = fill(mib);
+    first_thread = pthread_self();
+    if (pthread_create(&other, NULL, go_on, (void *)mib) != 0)
+        return 1;
+    pthread_exit(NULL);
 }
 
 static int run_fork(size_t mib)
@@ -188,6 +220,10 @@ int main(int argc, char **argv)
         return run_hold(mib, false);
     if (mib > 0 && strcmp(argv[1], "renew") == 0)
         return run_hold(mib, true);
+    if (mib > 0 && strcmp(argv[1], "orphan") == 0)
+        return run_without_first_thread(mib, true);
+    if (mib > 0 && strcmp(argv[1], "late") == 0)
+        return run_without_first_thread(mib, false);
     if (mib > 0 && strcmp(argv[1], "fork") == 0)
         return run_fork(mib);
     if (mib > 0 && strcmp(argv[1], "forks") == 0)
@@ -196,6 +232,6 @@ int main(int argc, char **argv)
         return run_pair(mib, more);
     if (mib > 0 && strcmp(argv[1], "blocks") == 0)
         return run_blocks(mib, more);
-    fprintf(stderr, "usage: %s fill|hold|renew|fork|forks|pair|blocks MIB [ROUNDS|SECONDS]\n", argv[0]);
+    fprintf(stderr, "usage: %s fill|hold|renew|orphan|late|fork|forks|pair|blocks MIB [ROUNDS|SECONDS]\n", argv[0]);
     return 2;
 }

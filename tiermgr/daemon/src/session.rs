@@ -25,6 +25,7 @@ use tiermgr_sys::memory::read_memory;
 use tiermgr_sys::nowait::make_nonblocking;
 use tiermgr_sys::ring::RingOwner;
 use tiermgr_sys::sock::{PeerCred, Stream};
+use tiermgr_sys::task::with_memory;
 use tiermgr_sys::uffd::{self, Mode, Outcome, Uffd};
 use tiermgr_sys::{abi, pidfd};
 use tiermgr_wire::hello::{Attach, Class, Welcome};
@@ -535,7 +536,8 @@ fn prove_identity(fd: OwnedFd, nonce_page: u64, pid: i32) -> Result<OwnedFd, Ref
         )));
     }
     let mut seen = [0; 8];
-    let read = read_memory(pid, &[(nonce_page, seen.len() as u64)], &mut seen)
+    let place = [(nonce_page, seen.len() as u64)];
+    let read = with_memory(pid, |task| read_memory(task, &place, &mut seen))
         .map_err(|error| refuse(format!("cannot be read: {error}")))?;
     if read != seen.len() || seen != nonce {
         return Err(refuse("is not in the memory of the process that connected".to_owned()));

@@ -35,6 +35,7 @@ use tiermgr_sys::nowait;
 use tiermgr_sys::probe::KernelFeatures;
 use tiermgr_sys::process::{page_size, random_bytes, set_io_flusher, set_name};
 use tiermgr_sys::ring::{Command, Completion, RingOwner};
+use tiermgr_sys::task::with_memory;
 use tiermgr_wire::control::{FamilyStats, RegionRow};
 use tiermgr_wire::hello::Class;
 
@@ -310,7 +311,8 @@ impl Executor {
             let placed = self.call(|answer| Mail::Prove { seed, answer })?;
             let mut held = [0; 16];
             // Should the page be absent, this waits until the executor has put zeros there.
-            let read = read_memory(pid, &[(nonce_page.0, 16)], &mut held);
+            let place = [(nonce_page.0, 16)];
+            let read = with_memory(pid, |task| read_memory(task, &place, &mut held));
             let held = u128::from_ne_bytes(held);
             let found = placed.iter().find(|&&(_, nonce)| nonce == held).map(|&(child, _)| child);
             if let (Ok(16), Some(child)) = (read, found) {

@@ -3,6 +3,7 @@
 //! UFFDIO_COPY charges the *client's* cgroup, and on cgroup v1 a charge at the limit makes the kernel kill
 //! the client. Both versions are read; the limit that counts is the tightest one on the way up to the root.
 
+use crate::task::with_memory;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -63,9 +64,11 @@ impl MemoryGauge {
     /// Opens the memory cgroups of a process; without any, the gauge knows no limit.
     ///
     /// # Errors
-    /// `NotFound`: no such process.
+    /// ESRCH: no such process, or it is ending.
     pub fn open(pid: i32) -> std::io::Result<Self> {
-        let memberships = std::fs::read_to_string(format!("/proc/{pid}/cgroup"))?;
+        // Version 1 shows the root to whoever asks of a thread that has ended.
+        let memberships =
+            with_memory(pid, |task| std::fs::read_to_string(format!("/proc/{task}/cgroup")))?;
         let mut levels = Vec::new();
         for (mount, path, names) in places(&memberships) {
             for folder in path.ancestors() {

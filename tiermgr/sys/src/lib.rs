@@ -26,5 +26,6 @@ pub mod ring;
 mod ring_helper;
 pub mod shm;
 pub mod sock;
+pub mod task;
 pub mod uffd;
 pub mod uring;

@@ -1,6 +1,7 @@
 //! Another process' memory as seen from outside, and buffers of our own.
 
 use crate::process::page_size;
+use crate::task::with_memory;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -14,10 +15,11 @@ pub const RANGES_MAX: usize = 64;
 /// came; fewer than asked where a page cannot be read.
 ///
 /// An absent page that a userfaultfd serves *blocks* the call until it is filled, unless that descriptor has
-/// `FEATURE_SIGBUS`: then the count is short.
+/// `FEATURE_SIGBUS`: then the count is short. The number may be that of any thread; a program's may have lost
+/// its memory ([`with_memory`]).
 ///
 /// # Errors
-/// EFAULT: not even the first byte. ESRCH: no such process. EPERM: it may not be read. EINVAL: more
+/// EFAULT: not even the first byte. ESRCH: no such process, or none with memory. EPERM: it may not be read. EINVAL: more
 /// than [`RANGES_MAX`] ranges.
 pub fn read_memory(pid: i32, from: &[(u64, u64)], into: &mut [u8]) -> io::Result<usize> {
     const NONE: libc::iovec = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
@@ -38,12 +40,22 @@ pub fn read_memory(pid: i32, from: &[(u64, u64)], into: &mut [u8]) -> io::Result
     usize::try_from(n).map_err(|_negative| io::Error::last_os_error())
 }
 
+/// Whether a thread has memory: one that ends has none, long before it is gone.
+pub fn has_memory(tid: i32) -> bool {
+    // The last page of all is the kernel's: nobody has anything there, and nobody waits for it.
+    const NOWHERE: u64 = u64::MAX - 4095;
+    match read_memory(tid, &[(NOWHERE, 1)], &mut [0]) {
+        Ok(_) => true,
+        Err(error) => error.raw_os_error() == Some(libc::EFAULT),
+    }
+}
+
 /// What of the addresses from `start` to `end` is mapped in a process, mapping by mapping.
 ///
 /// # Errors
 /// Of reading `/proc/PID/maps`; `InvalidData` where a line of it is no mapping.
 pub fn mappings_in(pid: i32, start: u64, end: u64) -> io::Result<Vec<(u64, u64)>> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/maps"))?;
+    let text = with_memory(pid, |task| std::fs::read_to_string(format!("/proc/{task}/maps")))?;
     let mut found = Vec::new();
     for line in text.lines() {
         let (from, to) = addresses_of(line).ok_or(io::ErrorKind::InvalidData)?;
@@ -60,7 +72,7 @@ pub fn mappings_in(pid: i32, start: u64, end: u64) -> io::Result<Vec<(u64, u64)>
 /// # Errors
 /// Of reading `/proc/PID/smaps`, which takes as long as the process has pages.
 pub fn is_registered(pid: i32, address: u64) -> io::Result<bool> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/smaps"))?;
+    let text = with_memory(pid, |task| std::fs::read_to_string(format!("/proc/{task}/smaps")))?;
     let mut inside = false;
     for line in text.lines() {
         if let Some(flags) = line.strip_prefix("VmFlags:") {

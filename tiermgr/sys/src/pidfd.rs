@@ -1,7 +1,10 @@
 //! Processes by descriptor, and what `/proc` tells of them.
 
+use crate::memory::has_memory;
+use crate::task::with_memory;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// A descriptor of a process; readable once the process has ended. Close-on-exec.
@@ -13,10 +16,21 @@ pub fn open(pid: i32) -> io::Result<OwnedFd> {
     owned(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })
 }
 
+/// A descriptor of one thread, whichever it is of its process, for [`getfd`]. Close-on-exec.
+///
+/// # Errors
+/// ESRCH: no such thread. EINVAL: a kernel before 6.9.
+pub fn open_thread(tid: i32) -> io::Result<OwnedFd> {
+    const PIDFD_THREAD: i32 = libc::O_EXCL;
+    // SAFETY: pidfd_open takes integers.
+    owned(unsafe { libc::syscall(libc::SYS_pidfd_open, tid, PIDFD_THREAD) })
+}
+
 /// A duplicate of descriptor `fd` of the process. Needs the right to trace it.
 ///
 /// # Errors
-/// EBADF: not open there. EPERM. ESRCH: the process has ended.
+/// EBADF: not open there. EPERM. ESRCH: it has ended. Where only the first thread has ended, ESRCH or (older kernels)
+/// EBADF.
 pub fn getfd(pidfd: BorrowedFd<'_>, fd: RawFd) -> io::Result<OwnedFd> {
     // SAFETY: pidfd_getfd takes integers.
     owned(unsafe { libc::syscall(libc::SYS_pidfd_getfd, pidfd.as_raw_fd(), fd, 0) })
@@ -133,7 +147,12 @@ const STAT_PARENT: usize = 1;
 const STAT_START: usize = 19;
 
 fn stat_field(pid: i32, field: usize) -> io::Result<u64> {
-    let stat = std::fs::read(format!("/proc/{pid}/stat"))?;
+    stat_number(Path::new(&format!("/proc/{pid}/stat")), field)
+}
+
+/// A number in the `stat` file of a process or thread.
+pub(crate) fn stat_number(path: &Path, field: usize) -> io::Result<u64> {
+    let stat = std::fs::read(path)?;
     let stat = String::from_utf8_lossy(&stat);
     // The name may hold spaces and parentheses: what follows the last one is plain.
     let after = stat.rfind(')').and_then(|at| stat.get(at + 1..)).unwrap_or("");
@@ -145,8 +164,21 @@ fn stat_field(pid: i32, field: usize) -> io::Result<u64> {
 /// Whether two processes have the same memory (as a client and its helper do, until the client execs).
 ///
 /// # Errors
-/// ESRCH: one has ended. EPERM: they may not be traced. ENOSYS: the kernel lacks CONFIG_KCMP.
+/// ESRCH: no thread of one of them has memory any more, so nobody can tell. EPERM: they may not be traced.
+/// ENOSYS: the kernel lacks CONFIG_KCMP.
 pub fn same_memory(a: i32, b: i32) -> io::Result<bool> {
+    with_memory(a, |of_a| with_memory(b, |of_b| compare_memory(of_a, of_b)))
+}
+
+/// Whether two threads have the same memory; `false` also where one has none, or nobody may tell. Costs two
+/// system calls, and no look at /proc.
+pub fn threads_share_memory(a: i32, b: i32) -> bool {
+    // Two without memory are equal: that one of them still has it afterwards shows that both had.
+    compare_memory(a, b).is_ok_and(|same| same) && has_memory(b)
+}
+
+/// Of two threads. Those without memory are equal, and differ from all others.
+fn compare_memory(a: i32, b: i32) -> io::Result<bool> {
     const KCMP_VM: i32 = 1;
     // SAFETY: kcmp takes integers.
     match unsafe { libc::syscall(libc::SYS_kcmp, a, b, KCMP_VM, 0, 0) } {
@@ -173,8 +205,10 @@ mod tests {
         assert_eq!(number_seen_by(me, pid).expect("status"), Some(pid));
         assert!(!wait(fd.as_fd(), Duration::from_millis(5)).expect("poll"));
         assert!(matches!(same_memory(me, pid), Ok(false) | Err(_)));
+        assert!(threads_share_memory(me, me) && !threads_share_memory(me, pid));
         send_signal(fd.as_fd(), libc::SIGKILL).expect("kill");
         assert!(wait(fd.as_fd(), Duration::from_secs(10)).expect("poll"));
+        assert!(!threads_share_memory(pid, pid), "neither has any");
         child.wait().expect("reap");
         assert!(send_signal(fd.as_fd(), 0).is_err());
         assert!(open(pid).is_err());

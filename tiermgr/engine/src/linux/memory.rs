@@ -3,7 +3,7 @@
 use super::LinuxHost;
 use super::proc::{Attached, Proc, TouchedLost};
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 use tiermgr_core::effect::BufRange;
@@ -416,18 +416,25 @@ fn inside(limbo: Span, from: Addr, len: u32) -> bool {
 /// they were after the read; else through the descriptor of the address space itself, which is slower
 /// and cannot be mistaken.
 fn read_limbo(attached: &Attached, pid: i32, from: Addr, staged: &mut [u8]) -> u64 {
-    if let Some(process) =
-        attached.pidfd.as_ref().filter(|_| !attached.exited && attached.helper_alive)
+    if let (Some(process), Some(helper)) = (&attached.pidfd, &attached.helper_pidfd)
+        && !attached.exited
+        && attached.helper_alive
     {
         let len = u64::try_from(staged.len()).unwrap_or(0);
         let read = read_memory(attached.helper_pid, &[(from.0, len)], staged);
-        let still_there = matches!(pidfd::wait(process.as_fd(), Duration::ZERO), Ok(false))
-            && matches!(pidfd::same_memory(pid, attached.helper_pid), Ok(true));
+        // The helper last: while it lives, its number is nobody else's.
+        let still_there = lives(process)
+            && pidfd::threads_share_memory(pid, attached.helper_pid)
+            && lives(helper);
         if still_there {
             return read.ok().and_then(|bytes| u64::try_from(bytes).ok()).unwrap_or(0);
         }
     }
     read_through_descriptor(attached, from, staged)
+}
+
+fn lives(process: &OwnedFd) -> bool {
+    matches!(pidfd::wait(process.as_fd(), Duration::ZERO), Ok(false))
 }
 
 /// Reads through `/proc/PID/mem`, which never waits for a userfaultfd: an absent page ends it. Where the

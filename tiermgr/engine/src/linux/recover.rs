@@ -28,6 +28,7 @@ use tiermgr_sys::pidfd;
 use tiermgr_sys::process::page_size;
 use tiermgr_sys::ring::RingOwner;
 use tiermgr_sys::shm::FileId;
+use tiermgr_sys::task::with_memory;
 use tiermgr_sys::uffd::{Mode, Uffd};
 
 /// A helper answers within a timer tick of its own, unless somebody has stopped it.
@@ -84,6 +85,8 @@ impl LinuxHost {
             host.state.procs.put(&entry);
             let mut proc = Proc::bare(entry, host.procs.generation(entry.proc), arena);
             proc.attached = attached;
+            // The connection has ended with the earlier daemon: an exec since then shows to a look alone.
+            proc.disconnected = true;
             host.procs.insert(proc);
             host.state.messages.lock(entry.proc)?;
         }
@@ -187,12 +190,11 @@ fn reattach(entry: &ProcEntry, open: &BTreeSet<RawFd>) -> Result<Option<Attached
 fn look_at(entry: &ProcEntry, open: &BTreeSet<RawFd>) -> io::Result<Option<Attached>> {
     let process = alive(entry.pid, entry.start_time)?;
     let helper = alive(entry.helper_pid, entry.helper_start_time)?;
-    let living = if helper.is_some() { entry.helper_pid } else { entry.pid };
     if process.is_none() && helper.is_none() {
         return Ok(None);
     }
     let is_program =
-        process.is_some() && (helper.is_none() || pidfd::same_memory(entry.pid, entry.helper_pid)?);
+        process.is_some() && (helper.is_none() || may_share_memory(entry.pid, entry.helper_pid)?);
     let limbo_fd = match (take_fd(entry.limbo_fd, open), &helper) {
         (Some(limbo_fd), _) => limbo_fd,
         (None, Some(helper)) => Uffd::from_fd(pidfd::getfd(helper.as_fd(), FD_LIMBO)?),
@@ -215,6 +217,10 @@ fn look_at(entry: &ProcEntry, open: &BTreeSet<RawFd>) -> io::Result<Option<Attac
         end_helper(helper, entry.helper_pid);
     }
     let helper_alive = ring.is_some();
+    let living = if helper.is_some() { entry.helper_pid } else { entry.pid };
+    let (pagemap, memory) = with_memory(living, |task| {
+        Ok((Pagemap::open(task)?, File::open(format!("/proc/{task}/mem"))?))
+    })?;
     Ok(Some(Attached {
         pidfd: process.filter(|_| is_program),
         exited: !is_program,
@@ -234,10 +240,19 @@ fn look_at(entry: &ProcEntry, open: &BTreeSet<RawFd>) -> io::Result<Option<Attac
         helper_exit_polled: false,
         queue: VecDeque::new(),
         running: VecDeque::new(),
-        pagemap: Pagemap::open(living)?,
-        memory: File::open(format!("/proc/{living}/mem"))?,
+        pagemap,
+        memory,
         headroom: Headroom::new(MemoryGauge::open(living).ok()),
     }))
+}
+
+/// False only where the process has become another program. Where one of the two has no memory any more, it
+/// is ending, and that is heard of soon enough.
+fn may_share_memory(pid: i32, helper: i32) -> io::Result<bool> {
+    match pidfd::same_memory(pid, helper) {
+        Err(error) if is_no_process(&error) => Ok(true),
+        known => known,
+    }
 }
 
 /// The process of that number, if it is still the one that started then.
@@ -288,8 +303,31 @@ fn fetch_from_program(pid: i32, process: &OwnedFd, address: u64) -> io::Result<O
     if !is_registered(pid, address)? {
         return Ok(None);
     }
-    for number in uffds_of(pid)? {
-        let uffd = match pidfd::getfd(process.as_fd(), number) {
+    let fetched = with_memory(pid, |task| {
+        let first = (task == pid).then(|| process.try_clone());
+        // A first thread that has ended has no descriptors either.
+        let thread = first.unwrap_or_else(|| pidfd::open_thread(task))?;
+        fetch_from_thread(task, &thread, address)
+    });
+    // Of this process, if it has kept its number until now.
+    if pidfd::wait(process.as_fd(), Duration::ZERO)? {
+        return Ok(None);
+    }
+    match fetched {
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+            tracing::error!(
+                pid,
+                "before Linux 6.9 nothing can be fetched from a program whose first thread has ended"
+            );
+            Ok(None)
+        }
+        fetched => fetched,
+    }
+}
+
+fn fetch_from_thread(tid: i32, thread: &OwnedFd, address: u64) -> io::Result<Option<Uffd>> {
+    for number in uffds_of(tid)? {
+        let uffd = match pidfd::getfd(thread.as_fd(), number) {
             Ok(fd) => Uffd::from_fd(fd),
             // Closed meanwhile.
             Err(error) if error.raw_os_error() == Some(libc::EBADF) => continue,
