@@ -101,6 +101,22 @@ def test_a_client_outlives_the_serving_daemon(daemon, hold):
     assert_empty(daemon.wait_until_empty())
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_client_that_becomes_another_program_gives_everything_back(daemon, start, restarts):
+    """Also where it has said nothing to the daemon that serves it now."""
+    process = start("become", 192)
+    assert process.stdout.readline() == "filled\n", process.communicate(timeout=20)
+    before = daemon.status()
+    if restarts:
+        os.kill(before["daemon_pid"], signal.SIGKILL)
+        after = daemon.wait_for(lambda s: s["daemon_pid"] != before["daemon_pid"])
+        assert after["families"] == 1, after
+    process.stdin.write("go\n")
+    process.stdin.flush()
+    assert_empty(daemon.wait_until_empty())
+    assert process.poll() is None
+
+
 def test_ten_kills_of_the_daemon_while_a_client_works(daemon, start):
     process = start("fill", 192, 6)
     killed = set()

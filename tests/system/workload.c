@@ -3,6 +3,7 @@
  *   workload fill MIB ROUNDS       fills, then ROUNDS times reads all in order and changes some
  *   workload hold MIB              fills, says "filled", waits for a line, checks, says "right"
  *   workload renew MIB             the same, and afterwards allocates anew and forks
+ *   workload become MIB            fills, says "filled", waits for a line, becomes a program that sleeps
  *   workload orphan MIB            as hold; the first thread fills and ends, another says "filled" and goes on
  *   workload late MIB              as hold, all of it after the first thread has ended
  *   workload fork MIB              fills, forks; parent and child change and check their own copies
@@ -115,6 +116,18 @@ static int run_hold(size_t mib, bool renews)
     return hold(fill(mib), renews);
 }
 
+static int run_become(size_t mib)
+{
+    char line[16];
+
+    fill(mib);
+    puts("filled");
+    fflush(stdout);
+    if (fgets(line, sizeof line, stdin) != NULL)
+        execlp("sleep", "sleep", "60", (char *)NULL);
+    return 1;
+}
+
 static pthread_t first_thread;
 static struct pages first_filled;
 
@@ -220,6 +233,8 @@ int main(int argc, char **argv)
         return run_hold(mib, false);
     if (mib > 0 && strcmp(argv[1], "renew") == 0)
         return run_hold(mib, true);
+    if (mib > 0 && strcmp(argv[1], "become") == 0)
+        return run_become(mib);
     if (mib > 0 && strcmp(argv[1], "orphan") == 0)
         return run_without_first_thread(mib, true);
     if (mib > 0 && strcmp(argv[1], "late") == 0)
@@ -232,6 +247,6 @@ int main(int argc, char **argv)
         return run_pair(mib, more);
     if (mib > 0 && strcmp(argv[1], "blocks") == 0)
         return run_blocks(mib, more);
-    fprintf(stderr, "usage: %s fill|hold|renew|orphan|late|fork|forks|pair|blocks MIB [ROUNDS|SECONDS]\n", argv[0]);
+    fprintf(stderr, "usage: %s fill|hold|renew|become|orphan|late|fork|forks|pair|blocks MIB [ROUNDS|SECONDS]\n", argv[0]);
     return 2;
 }
