@@ -9,25 +9,25 @@
 //! `free` leaves a moment later, and the next request takes its answer first.
 //! A daemon that comes back has kept our regions; we greet it with the number of our family.
 
+mod attach;
 mod talk;
 
 use crate::cancel::Uncancelled;
 use crate::fds::{self, Fd};
 use crate::sandbox::{self, Deed};
-use crate::space::{self, Locking, Reserved};
+use crate::space;
 use crate::status::{Error, Result, Status};
+use attach::{Attached, Greeted, Invitation, Joined};
 use std::io;
-use std::mem::ManuallyDrop;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use talk::{open, readable, receive, send, unexpected};
-use tiermgr_sys::helper::{self, HelperConfig, HelperHandle};
+use talk::{readable, receive, send};
 use tiermgr_sys::process::monotonic_ns;
 use tiermgr_sys::sock::Stream;
 use tiermgr_sys::uffd::{self, Mode, Uffd};
 pub use tiermgr_wire::hello::Class;
-use tiermgr_wire::hello::{Attach, Hello, Role, Welcome};
+use tiermgr_wire::hello::Role;
 use tiermgr_wire::reply::{ErrorCode, FromDaemon};
 use tiermgr_wire::request::ToDaemon;
 
@@ -38,8 +38,11 @@ const DEFAULT_SOCKET: &str = "/run/tiermgr/tiermgrd.sock";
 const PACKET_BYTES: usize = 8 << 10;
 /// A daemon that does not greet within this is as good as none.
 const HANDSHAKE_WAIT: Duration = Duration::from_secs(10);
-/// How long a forked child waits before it goes on without a helper.
+/// How long a forked child waits to be greeted before it goes on without a helper.
 const CHILD_WAIT: Duration = Duration::from_secs(2);
+/// How long it then waits for the answer to its `Attach`: longer than the daemon looks for the helper and for
+/// the child, two seconds each.
+const ATTACH_WAIT: Duration = Duration::from_secs(5);
 /// How long `free` waits for its answer: longer than the daemon needs for a gibibyte that no device is
 /// busy with.
 const BRIEF_WAIT: Duration = Duration::from_millis(250);
@@ -133,20 +136,17 @@ impl From<Failed> for Error {
 #[derive(Debug)]
 struct Session {
     stream: Fd<Stream>,
-    /// An answer is still to come that nobody waits for.
-    owes_answer: bool,
+    owes: Owed,
 }
 
-/// What this process has made for the daemon.
-#[derive(Debug)]
-struct Attached {
-    /// Kept open for as long as we live: with the last copy of a userfaultfd the kernel would forget
-    /// what is armed, and answer a touch of a parked page with zeros. A forked child gets its own from
-    /// the daemon.
-    arena: Option<Fd>,
-    limbo_fd: Fd,
-    limbo: Option<Reserved>,
-    helper: HelperHandle,
+/// What the daemon is to say before it can be asked anything else.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Owed {
+    Nothing,
+    /// An answer that nobody waits for.
+    Answer,
+    /// Whether it serves this process.
+    Attached,
 }
 
 #[derive(Debug)]
@@ -172,7 +172,7 @@ pub struct Link {
     connection: Connection,
     /// Makes userfaultfds that the daemon has no part in, by an ioctl: programs may be forbidden the system call.
     device: Fd,
-    /// `None` in a forked child that could not attach yet.
+    /// `None` in a forked child that could not attach yet, or was refused.
     attached: Option<Attached>,
     /// Whether our memory was armed when this process, or its parent, was last about to fork.
     was_armed: bool,
@@ -199,29 +199,29 @@ impl Link {
             ));
         }
         let mut packet = vec![0_u8; PACKET_BYTES].into_boxed_slice();
-        let nonce_page = space::untouched_page()
-            .map_err(|error| Error::system("mapping a page for the daemon's checks", &error))?;
-        let role = Role::Client { name: config.name.clone(), class: config.class };
+        let mut nonce_page = new_nonce_page()?;
         let give_up = monotonic_ns().saturating_add(nanoseconds(RESTART_WAIT));
         let mut pause_ns = RETRY_NS_MIN;
-        let Joined { session, welcome, attached, device } = loop {
-            match attach(&config.socket, role.clone(), nonce_page, HANDSHAKE_WAIT, &mut packet) {
+        let Joined { connection, family, attached, device } = loop {
+            match begin(&config, nonce_page, give_up, &mut packet) {
+                Ok(Some(joined)) => break joined,
+                // The daemon has used it.
+                Ok(None) => nonce_page = new_nonce_page()?,
                 // A program that begins in the instant in which the daemon restarts would have to do
                 // without it for life.
                 Err(error) if may_come_back(&error, &config.socket) && monotonic_ns() < give_up => {
-                    std::thread::sleep(Duration::from_nanos(pause_ns));
-                    pause_ns = (2 * pause_ns).min(RETRY_NS_MAX_FIRST);
+                    pause(&mut pause_ns);
                 }
-                attached => break attached?,
+                Err(error) => return Err(error),
             }
         };
         sandbox::note_start();
         Ok(Self {
             config,
             pid: fds::settle(),
-            family: welcome.family,
+            family,
             nonce_page,
-            connection: Connection::Up(session),
+            connection: Connection::Up(connection?),
             device: Fd::new(device),
             attached: Some(attached),
             was_armed: false,
@@ -233,7 +233,7 @@ impl Link {
     /// Whether the daemon has been asked for something and has still to answer.
     #[must_use]
     pub const fn owes_answer(&self) -> bool {
-        matches!(&self.connection, Connection::Up(session) if session.owes_answer)
+        matches!(&self.connection, Connection::Up(Session { owes: Owed::Answer, .. }))
     }
 
     /// Class of the client.
@@ -276,16 +276,12 @@ impl Link {
                 self.lost();
                 continue;
             }
-            if session.owes_answer {
+            if session.owes != Owed::Nothing {
                 if patience == Patience::Brief && !readable(&session.stream, Duration::ZERO) {
                     return Err(Failed::never(BUSY));
                 }
-                // What it says is of no use any more: its range is asked for again.
-                if receive(&session.stream, &mut self.packet).is_err() {
-                    self.lost();
-                    continue;
-                }
-                session.owes_answer = false;
+                self.take_what_is_owed().map_err(Failed::never)?;
+                continue;
             }
             // A daemon that ended while nothing was asked shows itself only now: nothing was asked
             // of it yet, so that asking the next one is no repetition.
@@ -297,7 +293,7 @@ impl Link {
                 continue;
             }
             if patience == Patience::Brief && !readable(&session.stream, BRIEF_WAIT) {
-                session.owes_answer = true;
+                session.owes = Owed::Answer;
                 return Err(Failed::perhaps(BUSY));
             }
             return match receive(&session.stream, &mut self.packet) {
@@ -324,14 +320,11 @@ impl Link {
         let _uncancelled = Uncancelled::new();
         self.connection = Connection::Down { retry_ns: u64::MAX, wait_ns: 0, took_ns: 0 };
         let Some(mut attached) = self.attached.take() else { return };
-        attached.helper.stop();
-        let ended = attached.helper.reap(Duration::from_secs(1));
-        // Limbo may go once nobody is left who could be told to drop pages there.
-        if is_quiet
-            && ended.is_ok()
-            && let Some(limbo) = attached.limbo.take()
-        {
-            limbo.unmap();
+        if is_quiet {
+            attached.discard();
+        } else {
+            // Limbo stays: pages may lie there. Whether the helper ends in time makes no difference.
+            let _ended = attached.stop_helper();
         }
     }
 
@@ -349,12 +342,7 @@ impl Link {
         let _uncancelled = Uncancelled::new();
         self.pid = fds::settle();
         if let Some(inherited) = self.attached.take() {
-            let Attached { arena, limbo_fd, limbo, helper } = inherited;
-            drop(arena);
-            drop(limbo_fd);
-            // Limbo is not mapped here (MADV_DONTFORK), and its address is free for others; the
-            // helper is the parent's.
-            let _not_ours = (ManuallyDrop::new(limbo), ManuallyDrop::new(helper));
+            inherited.leave();
         }
         self.guard = None;
         self.connection = Connection::Down { retry_ns: 0, wait_ns: RETRY_NS_MIN, took_ns: 0 };
@@ -364,7 +352,7 @@ impl Link {
         let give_up = monotonic_ns().saturating_add(nanoseconds(CHILD_WAIT));
         loop {
             let began = monotonic_ns();
-            let Err(error) = self.greet(CHILD_WAIT) else { return };
+            let Err(error) = self.greet(CHILD_WAIT, ATTACH_WAIT) else { return };
             self.back_off(began);
             if self.was_armed
                 && let Ok(Some(own)) = self.take_nonce_page()
@@ -429,14 +417,13 @@ impl Link {
             }
             std::thread::sleep(Duration::from_nanos(retry_ns - now));
         }
-        // An attach that is given up half-way leaves the daemon with a process that is not there: it
-        // gets its time whoever asks.
+        // One that is to attach gets its time, whoever asks.
         let wait = match patience {
             Patience::Brief if self.attached.is_some() => BRIEF_GREETING,
             _ => CHILD_WAIT,
         };
         let began = monotonic_ns();
-        self.greet(wait).inspect_err(|_| self.back_off(began)).or_else(|error| {
+        self.greet(wait, CHILD_WAIT).inspect_err(|_| self.back_off(began)).or_else(|error| {
             if patience == Patience::Restart && monotonic_ns() < give_up {
                 Ok(())
             } else {
@@ -445,27 +432,83 @@ impl Link {
         })
     }
 
-    /// One attempt to be the daemon's client (again).
-    fn greet(&mut self, wait: Duration) -> Result<()> {
-        let role = Role::ForkedChild { family: self.family };
-        if self.attached.is_some() {
-            // The daemon knows this process from before its restart and has nothing to give it.
-            let stream = open(&self.config.socket, wait)?;
-            send(&stream, &hello(role), &[], &mut self.packet)?;
-            return match receive(&stream, &mut self.packet)?.0 {
-                FromDaemon::Ready => {
-                    self.connection = Connection::Up(Session::new(stream)?);
-                    Ok(())
-                }
-                other => Err(unexpected("the greeting after a restart", other)),
-            };
+    /// One attempt to be the daemon's client (again). It may end with the answer to an `Attach` still owed.
+    fn greet(&mut self, wait: Duration, attach_wait: Duration) -> Result<()> {
+        if self.attached.is_none() && !sandbox::may(Deed::Join) {
+            return Err(FILTERED);
         }
+        let lacks_arena = self.attached.as_ref().is_none_or(Attached::lacks_arena);
+        let role = Role::ForkedChild { family: self.family, lacks_arena };
+        let greeted = attach::greet(&self.config.socket, role, wait, &mut self.packet)?;
+        match (greeted, &mut self.attached) {
+            (Greeted::Known(stream, given), Some(attached)) => {
+                attached.confirm(given);
+                self.connection = Connection::Up(Session::new(stream, Owed::Nothing)?);
+                Ok(())
+            }
+            (Greeted::Invited(invitation), attached)
+                if attached.as_ref().is_none_or(|attached| !attached.is_confirmed()) =>
+            {
+                self.attach(invitation, attach_wait)
+            }
+            _ => Err(Error::new(
+                Status::Protocol,
+                "the daemon does not know this process as it should",
+            )),
+        }
+    }
+
+    /// In a forked child that the daemon does not serve: attaches, perhaps not for the first time.
+    fn attach(&mut self, invitation: Invitation, wait: Duration) -> Result<()> {
         if !sandbox::may(Deed::Join) {
             return Err(FILTERED);
         }
-        let joined = attach(&self.config.socket, role, self.nonce_page, wait, &mut self.packet)?;
-        self.connection = Connection::Up(joined.session);
-        self.attached = Some(joined.attached);
+        let mut earlier = self.attached.take();
+        if let Some(earlier) = &mut earlier {
+            // A connection that was cut off here may go on there for a moment. Without a helper nothing is
+            // moved any more, whatever comes of it; what is in limbo already is kept.
+            let _ended = earlier.stop_helper();
+        }
+        match attach::attach(invitation, true, self.nonce_page, wait, &mut self.packet) {
+            Ok(Joined { connection, attached, .. }) => {
+                // The daemon serves a child by one attach only.
+                if let Some(earlier) = earlier.filter(|_| attached.is_confirmed()) {
+                    earlier.discard();
+                }
+                self.attached = Some(attached);
+                self.connection = Connection::Up(connection?);
+                Ok(())
+            }
+            Err(error) => {
+                self.attached = earlier;
+                Err(error)
+            }
+        }
+    }
+
+    /// Receives what is owed. Afterwards the connection is good, or down.
+    fn take_what_is_owed(&mut self) -> Result<()> {
+        let Connection::Up(session) = &mut self.connection else { return Ok(()) };
+        let owed = std::mem::replace(&mut session.owes, Owed::Nothing);
+        match (owed, receive(&session.stream, &mut self.packet)) {
+            // What it says is of no use any more: its range is asked for again.
+            (Owed::Answer, Ok(_)) => {}
+            (Owed::Attached, Ok((FromDaemon::Attached, given))) => {
+                if let Some(attached) = &mut self.attached {
+                    attached.confirm(given);
+                }
+            }
+            (Owed::Attached, Ok((FromDaemon::Error { code, message }, _))) => {
+                self.lost();
+                if let Some(refused) = self.attached.take()
+                    && sandbox::may(Deed::Join)
+                {
+                    refused.discard();
+                }
+                return Err(Error::because(code.into(), message));
+            }
+            _ => self.lost(),
+        }
         Ok(())
     }
 
@@ -493,12 +536,12 @@ const BUSY: Error = Error::new(Status::ConnectionLost, "the daemon still works a
 
 impl Session {
     /// Takes a greeted stream into use.
-    fn new(stream: Stream) -> Result<Self> {
+    fn new(stream: Stream, owes: Owed) -> Result<Self> {
         stream
             .set_recv_timeout(None)
             .map_err(|error| Error::system("preparing the socket", &error))?;
         let stream = Stream::from_fd(fds::raise(stream.into_fd()));
-        Ok(Self { stream: Fd::list(stream), owes_answer: false })
+        Ok(Self { stream: Fd::list(stream), owes })
     }
 }
 
@@ -513,114 +556,59 @@ const fn may_be_repeated(message: &ToDaemon) -> bool {
     )
 }
 
-const fn hello(role: Role) -> ToDaemon {
-    ToDaemon::Hello(Hello { version: tiermgr_wire::VERSION, role })
+/// A page of its own for each attach: the daemon fills and arms it.
+fn new_nonce_page() -> Result<usize> {
+    space::untouched_page()
+        .map_err(|error| Error::system("mapping a page for the daemon's checks", &error))
 }
 
-/// What a handshake comes to.
-struct Joined {
-    session: Session,
-    welcome: Welcome,
-    attached: Attached,
-    device: OwnedFd,
-}
-
-/// The whole handshake of a client or a forked child.
-fn attach(
-    socket: &Path,
-    role: Role,
+/// One attempt to begin a family. `None`: the daemon was killed over it and knows nothing of it now.
+///
+/// Nothing is managed yet, so that whatever was made can be taken down at any time.
+fn begin(
+    config: &Config,
     nonce_page: usize,
-    wait: Duration,
+    give_up: u64,
     packet: &mut [u8],
-) -> Result<Joined> {
-    let is_child = matches!(role, Role::ForkedChild { .. });
-    let stream = open(socket, wait)?;
-    send(&stream, &hello(role), &[], packet)?;
-    let (reply, given) = receive(&stream, packet)?;
-    let FromDaemon::Welcome(welcome) = reply else {
-        return Err(unexpected("the greeting", reply));
+) -> Result<Option<Joined>> {
+    let role = Role::Client { name: config.name.clone(), class: config.class };
+    let Greeted::Invited(invitation) = attach::greet(&config.socket, role, HANDSHAKE_WAIT, packet)?
+    else {
+        return Err(Error::new(Status::Protocol, "the daemon takes this program for another"));
     };
-    let [device, ring, event] = <[OwnedFd; 3]>::try_from(given).map_err(|given| {
-        let text = format!("the daemon greeted with {} descriptors instead of 3", given.len());
-        Error::because(Status::Protocol, text)
-    })?;
-
-    let new_uffd = || {
-        uffd::new_from_device(device.as_fd())
-            .map(Fd::new)
-            .map_err(|error| Error::system("making a userfaultfd from the daemon's device", &error))
-    };
-    let arena = if is_child { None } else { Some(new_uffd()?) };
-    let limbo_fd = new_uffd()?;
-    let limbo = reserve_limbo(&welcome)?;
-    let limbo_start = limbo.as_ref().map_or(0, |limbo| limbo.start() as u64);
-    let config = HelperConfig {
-        ring: ring.as_fd(),
-        event: event.as_fd(),
-        arena: arena.as_ref().map(AsFd::as_fd),
-        limbo: limbo_fd.as_fd(),
-        hold: &[],
-    };
-    let helper = unless_short_of_processes(|| helper::spawn(&config))
-        .map_err(|error| {
-            let forbidden = error.kind() == io::ErrorKind::PermissionDenied;
-            let what = if forbidden {
-                "starting the helper process, which a sandbox forbids (it takes clone, capset and seccomp)"
-            } else {
-                "starting the helper process"
-            };
-            Error::system(what, &error)
-        })?;
-    let mut attached = Attached { arena, limbo_fd, limbo, helper };
-
-    let message = ToDaemon::Attach(Attach {
-        limbo_start,
-        nonce_page: nonce_page as u64,
-        helper_pid: attached.helper.pid(),
-    });
-    let both = [attached.arena.as_ref().unwrap_or(&attached.limbo_fd), &attached.limbo_fd];
-    let sent: [BorrowedFd<'_>; 2] = both.map(AsFd::as_fd);
-    let sent = if is_child { &sent[1..] } else { &sent[..] };
-    let outcome = send(&stream, &message, sent, packet)
-        .and_then(|()| receive(&stream, packet))
-        .and_then(|(reply, given)| match reply {
-            FromDaemon::Attached if given.len() == usize::from(is_child) => {
-                Ok((Session::new(stream)?, given))
-            }
-            other => Err(unexpected("the answer to Attach", other)),
-        });
-    match outcome {
-        Ok((session, given)) => {
-            if let Some(arena) = given.into_iter().next() {
-                attached.arena = Some(Fd::new(arena));
-            }
-            Ok(Joined { session, welcome, attached, device })
+    let mut joined = attach::attach(invitation, false, nonce_page, HANDSHAKE_WAIT, packet)?;
+    let mut pause_ns = RETRY_NS_MIN;
+    loop {
+        let error = match &joined.connection {
+            Ok(session) if session.owes == Owed::Nothing => return Ok(Some(joined)),
+            Ok(_) => Error::new(Status::ConnectionLost, "the daemon does not answer"),
+            Err(error) => error.clone(),
+        };
+        // A daemon that comes back serves this program already if it came so far.
+        if joined.connection.is_ok()
+            || !may_come_back(&error, &config.socket)
+            || monotonic_ns() >= give_up
+        {
+            joined.attached.discard();
+            return Err(error);
         }
-        Err(error) => {
-            attached.helper.stop();
-            // A helper that does not end in time keeps its stack; limbo stays mapped under it.
-            if attached.helper.reap(Duration::from_secs(1)).is_ok()
-                && let Some(limbo) = attached.limbo
-            {
-                limbo.unmap();
-            }
-            Err(error)
-        }
+        pause(&mut pause_ns);
+        let role = Role::ForkedChild { family: joined.family, lacks_arena: false };
+        joined.connection = match attach::greet(&config.socket, role, HANDSHAKE_WAIT, packet) {
+            Ok(Greeted::Known(stream, _)) => Session::new(stream, Owed::Nothing),
+            Ok(Greeted::Invited(_)) => break,
+            Err(error) if error.status == Status::NotPermitted => break,
+            Err(error) => Err(error),
+        };
     }
+    joined.attached.discard();
+    Ok(None)
 }
 
-/// Starts a process. Where there are as many as there may be, others end soon: a program would have to do without
-/// its helper for life.
-fn unless_short_of_processes<T>(mut start: impl FnMut() -> io::Result<T>) -> io::Result<T> {
-    let give_up = monotonic_ns().saturating_add(nanoseconds(RESTART_WAIT));
-    loop {
-        let outcome = start();
-        let is_short = outcome.as_ref().is_err_and(|e| e.raw_os_error() == Some(libc::EAGAIN));
-        if !is_short || monotonic_ns() >= give_up {
-            return outcome;
-        }
-        std::thread::sleep(Duration::from_nanos(RETRY_NS_MIN));
-    }
+/// Sleeps, and longer the next time.
+fn pause(pause_ns: &mut u64) {
+    std::thread::sleep(Duration::from_nanos(*pause_ns));
+    *pause_ns = (2 * *pause_ns).min(RETRY_NS_MAX_FIRST);
 }
 
 /// Whether what this process makes next would be the first process of another pid namespace.
@@ -637,42 +625,6 @@ fn may_come_back(error: &Error, socket: &Path) -> bool {
     matches!(error.status, Status::NoDaemon | Status::ConnectionLost) && socket.exists()
 }
 
-/// Reserves the range where pages wait before they are parked. It is not inherited by fork: a child
-/// makes its own.
-fn reserve_limbo(welcome: &Welcome) -> Result<Option<Reserved>> {
-    let bytes = usize::try_from(welcome.limbo_bytes).unwrap_or(usize::MAX);
-    if bytes == 0 {
-        return Ok(None);
-    }
-    if !bytes.is_multiple_of(space::CHUNK) {
-        return Err(Error::new(Status::Protocol, "the daemon asked for a limbo of an odd size"));
-    }
-    let limbo = Reserved::new(bytes, Locking::Never)
-        .map_err(|error| Error::system("reserving limbo", &error))?;
-    limbo.advise(libc::MADV_DONTFORK);
-    limbo.advise(libc::MADV_DONTDUMP);
-    Ok(Some(limbo))
-}
-
 fn nanoseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_helper_for_which_there_is_no_process_is_tried_again() {
-        let (mut tries, of) = (0, |number: i32| io::Error::from_raw_os_error(number));
-        let started = unless_short_of_processes(|| {
-            tries += 1;
-            if tries < 5 { Err(of(libc::EAGAIN)) } else { Ok(tries) }
-        });
-        assert_eq!(started.expect("in the end"), 5);
-        let refused = unless_short_of_processes::<()>(|| Err(of(libc::EPERM)));
-        assert_eq!(refused.expect_err("at once").raw_os_error(), Some(libc::EPERM));
-        let short = unless_short_of_processes::<()>(|| Err(of(libc::EAGAIN)));
-        assert_eq!(short.expect_err("not for ever").raw_os_error(), Some(libc::EAGAIN));
-    }
 }

@@ -17,7 +17,7 @@ class Packets:
         self.random = random.Random(seed)
         # A hello of a control connection, of a client and of a child, and some requests: version,
         # then small discriminants and varints.
-        self.known = [HELLO, b"\x00\x01\x00\x04evil\x01", b"\x00\x01\x01\x07",
+        self.known = [HELLO, b"\x00\x01\x00\x04evil\x01", b"\x00\x01\x01\x07\x01",
                       bytes([11, 0]), bytes([11, 2, 0]), bytes([11, 4]), bytes([10]),
                       b"\x02" + b"\x80" * 4 + b"\x01" + b"\x80" * 3 + b"\x01\x00\x00",
                       b"\x01" + b"\xff" * 9 + b"\x01" + b"\xff" * 9 + b"\x01\x02"]

@@ -4,11 +4,14 @@
 
 #![cfg(test)]
 
+mod attaching;
 mod preloaded;
 mod unanswered;
 
+use attaching::OnAttach;
+use std::collections::{BTreeSet, VecDeque};
 use std::fs;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -71,6 +74,10 @@ struct Book {
     manner: AtomicU32,
     last_region: AtomicU32,
     script: Mutex<Option<Script>>,
+    /// What becomes of the next attaches; none: they are answered.
+    attaches: Mutex<VecDeque<OnAttach>>,
+    /// Processes that are served.
+    served: Mutex<BTreeSet<i32>>,
     /// Requests that stalled may go on.
     goes_on: (Mutex<bool>, Condvar),
 }
@@ -86,6 +93,10 @@ impl Book {
 
     fn act(&self, script: impl Fn(&ToDaemon) -> Act + Send + 'static) {
         *self.script.lock().expect("not poisoned") = Some(Box::new(script));
+    }
+
+    fn on_attach(&self, acts: impl IntoIterator<Item = OnAttach>) {
+        self.attaches.lock().expect("not poisoned").extend(acts);
     }
 
     fn act_as_usual(&self) {
@@ -173,6 +184,7 @@ impl Scripted {
 fn serve(stream: &Stream, book: &Book, device: &DeviceFd) {
     let mut packet = vec![0; 8192];
     let mut ring = None;
+    let peer = stream.peer_cred().expect("a peer").pid;
     while let Ok((length, descriptors)) = stream.recv_with_fds(&mut packet) {
         let Ok(message) = tiermgr_wire::decode::<ToDaemon>(&packet[..length]) else { return };
         book.seen.lock().expect("not poisoned").push(message.clone());
@@ -215,12 +227,18 @@ fn serve(stream: &Stream, book: &Book, device: &DeviceFd) {
                     }
                     _ => RingOwner::create().expect("a ring"),
                 };
-                // One that has attached before is known.
-                if matches!(hello.role, Role::ForkedChild { .. })
-                    && std::process::id().cast_signed() == stream.peer_cred().expect("a peer").pid
-                {
-                    say(stream, &FromDaemon::Ready);
-                    continue;
+                if let Role::ForkedChild { lacks_arena, .. } = hello.role {
+                    let served = book.served.lock().expect("not poisoned");
+                    if served.is_empty() {
+                        say(stream, &refusal(ErrorCode::NotPermitted));
+                        continue;
+                    }
+                    if served.contains(&peer) {
+                        let arena = attaching::some_uffd(device);
+                        let given = if lacks_arena { &[arena.as_fd()][..] } else { &[] };
+                        say_with(stream, &FromDaemon::Ready, given);
+                        continue;
+                    }
                 }
                 let welcome = Welcome {
                     family: FAMILY,
@@ -240,13 +258,10 @@ fn serve(stream: &Stream, book: &Book, device: &DeviceFd) {
                 assert!(ring.is_some() && attach.helper_pid > 0);
                 assert!(attach.limbo_start.is_multiple_of(2 << 20));
                 check_uffds(&descriptors);
-                // A child sends one, and gets one; it does not look at it.
-                let given: Vec<_> = match &descriptors[..] {
-                    [own] => vec![own.as_fd()],
-                    _ => Vec::new(),
-                };
-                let bytes = tiermgr_wire::encode(&FromDaemon::Attached, &mut packet);
-                stream.send_with_fds(bytes.expect("fits"), &given).expect("sends");
+                let act = book.attaches.lock().expect("not poisoned").pop_front();
+                if !act.unwrap_or(OnAttach::Serve).carry_out(stream, book, peer, &descriptors) {
+                    return;
+                }
                 continue;
             }
             ToDaemon::AddRegion { .. } => {
@@ -276,10 +291,18 @@ fn refusal(code: ErrorCode) -> FromDaemon {
 }
 
 fn say(stream: &Stream, reply: &FromDaemon) {
+    say_with(stream, reply, &[]);
+}
+
+fn say_with(stream: &Stream, reply: &FromDaemon, given: &[BorrowedFd<'_>]) {
     let mut packet = vec![0; 8192];
     let bytes = tiermgr_wire::encode(reply, &mut packet).expect("fits");
     // A peer that has gone is what some scripts are about.
-    let _heard = stream.send_with_fds(bytes, &[]).is_ok();
+    let _heard = stream.send_with_fds(bytes, given).is_ok();
+}
+
+const fn says_child(message: &ToDaemon) -> bool {
+    matches!(message, ToDaemon::Hello(hello) if matches!(hello.role, Role::ForkedChild { .. }))
 }
 
 /// Runs `body` in a forked child and gives its exit status. The child is ended if it takes longer than
@@ -388,7 +411,7 @@ fn a_daemon_that_comes_back_is_found_again() {
     client.prefetch(block.address, 4096).expect("back within the wait");
     let returned = |message: &ToDaemon| {
         matches!(message, ToDaemon::Hello(hello)
-            if hello.role == Role::ForkedChild { family: FAMILY })
+            if hello.role == Role::ForkedChild { family: FAMILY, lacks_arena: false })
     };
     assert_eq!(daemon.book.seen(returned), 1);
 
@@ -432,11 +455,7 @@ fn a_forked_child_joins_the_family_on_its_own_connection() {
     });
     assert_eq!(status, 0);
     client.prefetch(block.address, 4096).expect("the parent's connection is as before");
-    let joined = |message: &ToDaemon| {
-        matches!(message, ToDaemon::Hello(hello)
-            if hello.role == Role::ForkedChild { family: FAMILY })
-    };
-    assert_eq!(daemon.book.seen(joined), 2);
+    assert_eq!(daemon.book.seen(says_child), 2);
     assert_eq!(daemon.book.seen(|message| matches!(message, ToDaemon::Attach(_))), 3);
     client.disconnect().expect("quiet");
 }

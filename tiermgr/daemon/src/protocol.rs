@@ -40,10 +40,12 @@ pub enum Step {
         /// Who gives way.
         class: Class,
     },
-    /// Find the family and answer with `Welcome`.
+    /// Find the family and answer with `Welcome`, or with `Ready` where the process is attached already.
     WelcomeChild {
         /// The secret number that its parent was given.
         family: u64,
+        /// Where it is attached already, it is to be given the userfaultfd of its arenas.
+        lacks_arena: bool,
     },
     /// Answer with `Ready`.
     WelcomeControl,
@@ -258,7 +260,7 @@ fn judge_hello(hello: Hello) -> Result<Step, Refused> {
     }
     Ok(match hello.role {
         Role::Client { name, class } => Step::WelcomeClient { name: shorten(name), class },
-        Role::ForkedChild { family } => Step::WelcomeChild { family },
+        Role::ForkedChild { family, lacks_arena } => Step::WelcomeChild { family, lacks_arena },
         Role::Control => Step::WelcomeControl,
     })
 }

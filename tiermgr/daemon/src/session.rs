@@ -198,14 +198,16 @@ impl Session<'_> {
                 })?;
                 self.welcome(secret, GuestKind::Client { secret, name, class })
             }
-            Step::WelcomeChild { family: secret } => {
+            Step::WelcomeChild { family: secret, lacks_arena } => {
                 let family = self.daemon.families().find(secret).ok_or_else(|| {
                     Refused::closing(ErrorCode::NotPermitted, "there is no such family")
                 })?;
                 if let Some(proc) = family.find_process(self.peer.pid) {
+                    let arena = lacks_arena.then(|| family.executor().arena_of(proc)).transpose();
+                    let given = arena.map_err(|error| engine_refusal(&error))?;
                     family.joined(proc, self.peer.uid);
                     self.resident = Some(Resident { family, proc });
-                    return Ok(FromDaemon::Ready.into());
+                    return Ok(Answer { message: FromDaemon::Ready, fds: Vec::new(), given });
                 }
                 self.welcome(secret, GuestKind::Child(family))
             }

@@ -373,7 +373,7 @@ fn hostile_packets_harm_nobody_else() {
     assert!(matches!(receive(&stream), Some(FromDaemon::Error { .. })));
     // A family that does not exist.
     let stream = daemon.connect();
-    send(&stream, &hello(Role::ForkedChild { family: 1 }));
+    send(&stream, &hello(Role::ForkedChild { family: 1, lacks_arena: true }));
     let code = match receive(&stream) {
         Some(FromDaemon::Error { code, .. }) => code,
         other => panic!("{other:?}"),

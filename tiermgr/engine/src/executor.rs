@@ -9,7 +9,7 @@ use crate::driver::Driver;
 use crate::error::EngineError;
 use crate::host::Host;
 use crate::linux::{HostConfig, LinuxHost, Prepared};
-use crate::mailbox::{Mail, Mailbox, answer};
+use crate::mailbox::{Claim, Mail, Mailbox, answer};
 use crate::room::{Room, Share};
 use crate::state::procs::FamilyInfo;
 use crate::state::procs::ProcDirectory;
@@ -318,8 +318,7 @@ impl Executor {
             if let (Ok(16), Some(child)) = (read, found) {
                 empty_page(&mut prepared, nonce_page)?;
                 let new = Box::new(prepared);
-                let arena = self.call(|answer| Mail::Adopt { child, new, answer })??;
-                return Ok((child, Some(arena)));
+                return Ok((child, Some(self.adopt(child, new)?)));
             }
             if begun.elapsed() > CHILD_TIMEOUT {
                 let reason = "it is no forked child of this family";
@@ -327,6 +326,31 @@ impl Executor {
             }
             thread::sleep(Duration::from_millis(5));
         }
+    }
+
+    /// After an error the child is not served, and will not be by this.
+    fn adopt(&self, child: ProcId, new: Box<Prepared>) -> Result<OwnedFd, EngineError> {
+        let (answer, reply) = sync_channel(1);
+        let claim = Claim::default();
+        let letter = Mail::Adopt { child, new, claim: claim.clone(), answer };
+        if !self.mailbox.post(letter) {
+            return Err(EngineError::Ended);
+        }
+        match reply.recv_timeout(ANSWER_TIMEOUT) {
+            Ok(outcome) => outcome,
+            Err(RecvTimeoutError::Timeout) if claim.take() => Err(EngineError::TimedOut),
+            // It is being done right now.
+            Err(RecvTimeoutError::Timeout) => reply.recv().unwrap_or(Err(EngineError::Ended)),
+            Err(RecvTimeoutError::Disconnected) => Err(EngineError::Ended),
+        }
+    }
+
+    /// Another descriptor of the userfaultfd of a process, for itself: it is to hold one for as long as it lives.
+    ///
+    /// # Errors
+    /// [`EngineError::NoProcess`], and others.
+    pub fn arena_of(&self, proc: ProcId) -> Result<OwnedFd, EngineError> {
+        self.call(|answer| Mail::Arena { proc, answer })?
     }
 
     /// Puts a request of a client to the manager and waits for its reply, at most `timeout`.

@@ -5,6 +5,7 @@ use crate::linux::Prepared;
 use crate::wake::Wake;
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tiermgr_core::effect::Reply;
@@ -19,8 +20,16 @@ pub(crate) enum Mail {
     Attach { new: Box<Prepared>, answer: SyncSender<Result<ProcId, EngineError>> },
     /// Put a nonce into each child that has not shown itself.
     Prove { seed: u128, answer: SyncSender<Vec<(ProcId, u128)>> },
-    /// This is who that child is. Answered with its userfaultfd.
-    Adopt { child: ProcId, new: Box<Prepared>, answer: SyncSender<Result<OwnedFd, EngineError>> },
+    /// This is who that child is. Answered with its userfaultfd. Not to be done unless `claim` can be taken:
+    /// whoever does not wait any longer says that the child is not served, and that must be so.
+    Adopt {
+        child: ProcId,
+        new: Box<Prepared>,
+        claim: Claim,
+        answer: SyncSender<Result<OwnedFd, EngineError>>,
+    },
+    /// Another descriptor of the userfaultfd of a process.
+    Arena { proc: ProcId, answer: SyncSender<Result<OwnedFd, EngineError>> },
     /// A client's request.
     Ask { request: RequestId, proc: ProcId, what: Request, answer: SyncSender<Reply> },
     /// The process' connection has ended.
@@ -34,6 +43,17 @@ pub(crate) enum Mail {
     /// Forget the processes, which have been drained, and end the thread. Where bytes of some are still
     /// away these are kept and served on. The answer is how many.
     Release { answer: SyncSender<usize> },
+}
+
+/// Something that is either done or withdrawn: whoever takes it first decides.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Claim(Arc<AtomicBool>);
+
+impl Claim {
+    /// True for the first only.
+    pub(crate) fn take(&self) -> bool {
+        !self.0.swap(true, Ordering::AcqRel)
+    }
 }
 
 /// Sends an answer to whoever waits for it, if somebody still does.
@@ -92,5 +112,17 @@ impl Mailbox {
 
     fn lock(&self) -> MutexGuard<'_, Queue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_withdrawn_is_not_done_and_what_is_done_is_not_withdrawn() {
+        let claim = Claim::default();
+        let other = claim.clone();
+        assert!(claim.take() && !other.take() && !claim.take());
     }
 }

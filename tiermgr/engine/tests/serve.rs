@@ -25,6 +25,7 @@ use tiermgr_engine::room::Room;
 use tiermgr_engine::state::FamilyState;
 use tiermgr_engine::store::{Store, StoreConfig};
 use tiermgr_sys::probe::KernelFeatures;
+use tiermgr_sys::process::page_size;
 use tiermgr_sys::ring::RingOwner;
 use tiermgr_sys::sock::{Listener, Stream};
 use tiermgr_sys::uffd::{DeviceFd, Mode, Uffd, handshake};
@@ -242,6 +243,9 @@ fn serve(executor: &Executor, stream: &Stream) -> io::Result<()> {
             ring,
         })
         .map_err(io::Error::other)?;
+    // What it would be given another time is its own: with any other the page could not be armed.
+    let arena = executor.arena_of(proc).map_err(io::Error::other)?;
+    Uffd::from_fd(arena).register(number(2)?, page_size(), Mode::MISSING)?;
     stream.send_with_fds(b"attached", &[])?;
     loop {
         let (words, _) = next(stream)?;

@@ -30,10 +30,12 @@ pub enum Role {
         /// Who gives way.
         class: Class,
     },
-    /// A forked child of a client: joins the family of its parent.
+    /// A forked child of a client: joins the family of its parent. Also a process that lost its connection.
     ForkedChild {
         /// `Welcome::family` of the parent.
         family: u64,
+        /// It has no userfaultfd of its arenas: `FromDaemon::Ready` brings it.
+        lacks_arena: bool,
     },
     /// `tiermgrctl`.
     Control,

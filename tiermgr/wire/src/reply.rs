@@ -34,7 +34,8 @@ pub enum ErrorCode {
 pub enum FromDaemon {
     /// To `Hello` of a client or a child.
     Welcome(Welcome),
-    /// To `Hello` of a control connection.
+    /// To `Hello` of a control connection, and of a process that is attached already. Descriptors: for one
+    /// that lacks it the userfaultfd of its arenas.
     Ready,
     /// To `Attach`. Descriptors: for a forked child the userfaultfd of its arenas, for a client none.
     Attached,

@@ -85,7 +85,9 @@ fn another_version_is_told_so() {
 
 #[test]
 fn descriptors_come_with_an_attach_and_in_the_right_number() {
-    for (role, right) in [(client(), 2), (hello(Role::ForkedChild { family: 9 }), 1)] {
+    for (role, right) in
+        [(client(), 2), (hello(Role::ForkedChild { family: 9, lacks_arena: true }), 1)]
+    {
         for fds in 0..4 {
             let mut protocol = Protocol::new(PAGE, LIMBO);
             assert!(protocol.next(&packet(&role), 0).is_ok());
@@ -106,7 +108,7 @@ fn descriptors_come_with_an_attach_and_in_the_right_number() {
 #[test]
 fn only_a_child_that_said_hello_can_be_recognised() {
     let mut child = Protocol::new(PAGE, LIMBO);
-    child.next(&packet(&hello(Role::ForkedChild { family: 9 })), 0).unwrap();
+    child.next(&packet(&hello(Role::ForkedChild { family: 9, lacks_arena: true })), 0).unwrap();
     child.recognise();
     assert_eq!(child.next(&packet(&ToDaemon::Stats), 0), Ok(Step::Stats));
 
@@ -198,7 +200,7 @@ fn random_packets_never_break_the_rules() {
     let messages: Vec<Vec<u8>> = [
         client(),
         hello(Role::Control),
-        hello(Role::ForkedChild { family: u64::MAX }),
+        hello(Role::ForkedChild { family: u64::MAX, lacks_arena: false }),
         ToDaemon::Attach(attach()),
         ToDaemon::AddRegion {
             start: CHUNK_BYTES,

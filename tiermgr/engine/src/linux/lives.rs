@@ -59,9 +59,16 @@ impl LinuxHost {
             let reason = "another process has shown itself as this child";
             return Err(EngineError::Attach { pid: prepared.new.pid, reason });
         }
+        let arena = self.arena_of(child)?;
+        self.complete(child, prepared, events);
+        Ok(arena)
+    }
+
+    /// Another descriptor of the userfaultfd of a process.
+    pub(super) fn arena_of(&self, proc: ProcId) -> Result<OwnedFd, EngineError> {
+        let known = self.procs.get(proc).ok_or(EngineError::NoProcess(proc))?;
         let arena =
             known.arena.try_clone().map_err(EngineError::kernel("duplicating a userfaultfd"))?;
-        self.complete(child, prepared, events);
         Ok(arena.into_fd())
     }
 

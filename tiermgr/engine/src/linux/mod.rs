@@ -312,9 +312,12 @@ impl LinuxHost {
                     send(&answer, self.attach(*new, events));
                 }
                 Mail::Prove { seed, answer } => send(&answer, self.put_nonces(seed)),
-                Mail::Adopt { child, new, answer } => {
-                    send(&answer, self.adopt_child(child, *new, events));
+                Mail::Adopt { child, new, claim, answer } => {
+                    if claim.take() {
+                        send(&answer, self.adopt_child(child, *new, events));
+                    }
                 }
+                Mail::Arena { proc, answer } => send(&answer, self.arena_of(proc)),
                 Mail::Ask { request, proc, what, answer } => {
                     if self.procs.get(proc).is_some() {
                         self.pending.insert(request, Pending { proc, answer });

@@ -1,0 +1,281 @@
+//! Attaches that the daemon answers late, or not at all, may have been carried out: limbo stays where it is,
+//! and a helper at its side, until the daemon has said that it does not serve the process by them.
+
+use super::unanswered::is_unmapped;
+use super::{Act, Book, FAMILY, Manner, Scripted, in_child, refusal, say, say_with, says_child};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+use tiermgr::client::Client;
+use tiermgr::status::Status;
+use tiermgr_sys::sock::Stream;
+use tiermgr_sys::uffd::{self, DeviceFd};
+use tiermgr_wire::hello::{Attach, Role};
+use tiermgr_wire::reply::{ErrorCode, FromDaemon};
+use tiermgr_wire::request::ToDaemon;
+
+const LIMBO_BYTES: usize = 8 << 20;
+/// Longer than a forked child waits.
+const LATE: Duration = Duration::from_secs(6);
+
+/// What becomes of an attach.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OnAttach {
+    /// The process is served, and told so.
+    Serve,
+    /// The same, after a while.
+    ServeLate,
+    /// It is served, and the connection ends.
+    ServeUntold,
+    /// The connection ends.
+    Close,
+    /// The same, and so does every other.
+    CloseForGood,
+    /// An error.
+    Refuse,
+    /// The same, after a while.
+    RefuseLate,
+    /// It is served, by an attach before this one, and this one is refused.
+    ServeByEarlier,
+}
+
+impl OnAttach {
+    /// False: the connection is to end.
+    pub(crate) fn carry_out(
+        self,
+        stream: &Stream,
+        book: &Book,
+        peer: i32,
+        brought: &[OwnedFd],
+    ) -> bool {
+        let serve = || book.served.lock().expect("not poisoned").insert(peer);
+        if matches!(self, Self::ServeLate | Self::RefuseLate) {
+            thread::sleep(LATE);
+        }
+        match self {
+            Self::Serve | Self::ServeLate => {
+                serve();
+                // A child sends one, and gets one; it does not look at it.
+                let given: Vec<_> = match brought {
+                    [own] => vec![own.as_fd()],
+                    _ => Vec::new(),
+                };
+                say_with(stream, &FromDaemon::Attached, &given);
+            }
+            Self::ServeUntold => {
+                serve();
+                return false;
+            }
+            Self::Close => return false,
+            Self::CloseForGood => {
+                book.behave(Manner::ClosesAtOnce);
+                return false;
+            }
+            Self::ServeByEarlier => {
+                serve();
+                say(stream, &refusal(ErrorCode::NotPermitted));
+            }
+            Self::Refuse | Self::RefuseLate => say(stream, &refusal(ErrorCode::NoRoom)),
+        }
+        true
+    }
+}
+
+/// A userfaultfd that serves nobody.
+pub(crate) fn some_uffd(device: &DeviceFd) -> OwnedFd {
+    uffd::new_from_device(device.as_fd()).expect("a userfaultfd")
+}
+
+fn attaches(book: &Book) -> Vec<Attach> {
+    let seen = book.seen.lock().expect("not poisoned");
+    let attaches = seen.iter().filter_map(|message| match message {
+        ToDaemon::Attach(attach) => Some(*attach),
+        _ => None,
+    });
+    attaches.collect()
+}
+
+/// Whether limbo is mapped in process `pid` and its helper lives.
+fn state_of(pid: i32, attach: &Attach) -> State {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).expect("it lives");
+    let begin = format!("{:x}-{:x} ", attach.limbo_start, attach.limbo_start + LIMBO_BYTES as u64);
+    let is_mapped = maps.lines().any(|line| line.starts_with(&begin));
+    let status = std::fs::read_to_string(format!("/proc/{}/status", attach.helper_pid));
+    let lives = status.is_ok_and(|text| {
+        text.contains("tiermgr-helper") && text.contains(&format!("PPid:\t{pid}\n"))
+    });
+    (is_mapped, lives)
+}
+
+/// Forks a child that asks for something `requests` times, and gives what came of each: true where it was
+/// done. After the last, `look` gets the child's pid.
+fn ask_in_child(
+    client: &Client,
+    address: usize,
+    requests: usize,
+    look: impl Fn(i32) + Send,
+) -> Vec<bool> {
+    let (told, tell) = Stream::pair().expect("a socket");
+    let (waits, go) = Stream::pair().expect("a socket");
+    thread::scope(|scope| {
+        let looker = scope.spawn(move || {
+            let mut packet = [0; 8];
+            let (length, _) = told.recv_with_fds(&mut packet).expect("the child tells");
+            assert_eq!(length, 4, "the child ended early");
+            look(i32::from_ne_bytes(packet[..4].try_into().expect("four bytes")));
+            go.send_with_fds(&[0], &[]).expect("the child waits");
+        });
+        let status = in_child(|| {
+            let done = (0..requests).map(|_| client.prefetch(address, 4096).is_ok());
+            let outcomes = done.fold(1, |outcomes, is_done| outcomes << 1 | i32::from(is_done));
+            let pid = std::process::id().to_ne_bytes();
+            if tell.send_with_fds(&pid, &[]).is_err() || waits.recv_with_fds(&mut [0; 8]).is_err() {
+                return 0;
+            }
+            outcomes
+        });
+        assert!(libc::WIFEXITED(status), "{status:#x}");
+        drop(tell);
+        looker.join().expect("no panic");
+        let outcomes = libc::WEXITSTATUS(status);
+        (0..requests).rev().map(|at| outcomes >> at & 1 == 1).collect()
+    })
+}
+
+/// What became of the limbo of an attach, and of its helper.
+type State = (bool, bool);
+const KEPT: State = (true, true);
+const GONE: State = (false, false);
+/// Limbo is mapped, its helper is dead.
+const HELD: State = (true, false);
+
+/// What a daemon that does so with the attaches of a child has seen, what came of the child's requests, and
+/// what then became of each attach that it sent.
+fn child_with(
+    name: &str,
+    acts: &[OnAttach],
+    requests: usize,
+) -> Option<(Arc<Book>, Vec<bool>, Vec<State>)> {
+    let daemon = Scripted::new(name)?;
+    let client = daemon.client();
+    let address = client.allocate(1 << 20, 4096).expect("a block").address;
+    let book = Arc::clone(&daemon.book);
+    book.on_attach(acts.iter().copied());
+    let states = std::sync::Mutex::new(Vec::new());
+    let outcomes = ask_in_child(&client, address, requests, |pid| {
+        let sent = attaches(&book);
+        let state = |(at, attach): (usize, &Attach)| {
+            // Where a later one has its place it is gone.
+            let replaced = sent[at + 1..].iter().any(|it| it.limbo_start == attach.limbo_start);
+            let (is_mapped, lives) = state_of(pid, attach);
+            (is_mapped && !replaced, lives)
+        };
+        *states.lock().expect("not poisoned") =
+            sent.iter().enumerate().skip(1).map(state).collect();
+    });
+    client.prefetch(address, 4096).expect("the parent's connection is as before");
+    client.disconnect().expect("quiet");
+    let states = states.into_inner().expect("not poisoned");
+    Some((book, outcomes, states))
+}
+
+#[test]
+fn an_attach_that_is_answered_late_holds() {
+    let acts = [OnAttach::ServeLate];
+    let Some((book, outcomes, states)) = child_with("late", &acts, 2) else { return };
+    assert_eq!((outcomes, states), (vec![true, true], vec![KEPT]));
+    assert_eq!(book.seen(says_child), 1, "on the same connection");
+}
+
+#[test]
+fn an_attach_whose_answer_was_lost_holds_where_the_daemon_serves_the_child() {
+    let acts = [OnAttach::ServeUntold];
+    let Some((book, outcomes, states)) = child_with("untold", &acts, 1) else { return };
+    assert_eq!((outcomes, states), (vec![true], vec![KEPT]));
+    assert_eq!(book.seen(says_child), 2);
+}
+
+#[test]
+fn a_child_gets_its_userfaultfd_with_the_next_greeting() {
+    let Some(daemon) = Scripted::new("greeted") else { return };
+    let client = daemon.client();
+    let address = client.allocate(1 << 20, 4096).expect("a block").address;
+    daemon.book.on_attach([OnAttach::ServeUntold]);
+    let began = Arc::clone(&daemon.book);
+    // The second request finds that the daemon was restarted over the first.
+    daemon.book.act(move |_| if began.seen(says_child) == 2 { Act::Vanish } else { Act::Usual });
+    let outcomes = ask_in_child(&client, address, 1, |_| {});
+    assert_eq!(outcomes, [true]);
+    let hello = |lacks| {
+        daemon.book.seen(|message| {
+            matches!(message, ToDaemon::Hello(hello)
+                if hello.role == Role::ForkedChild { family: FAMILY, lacks_arena: lacks })
+        })
+    };
+    assert_eq!((hello(true), hello(false)), (2, 1));
+    client.prefetch(address, 4096).expect("found again");
+    client.disconnect().expect("quiet");
+}
+
+#[test]
+fn a_child_that_the_daemon_did_not_come_to_serve_attaches_anew() {
+    let acts = [OnAttach::Close, OnAttach::Close];
+    let Some((book, outcomes, states)) = child_with("anew", &acts, 2) else { return };
+    assert_eq!(outcomes, [true, true]);
+    // An attach that was not refused is let go once another one is answered, those before it never.
+    assert_eq!(states, [HELD, GONE, KEPT]);
+    assert_eq!(book.seen(says_child), 3);
+}
+
+#[test]
+fn an_attach_that_the_daemon_completes_after_another_greeting_holds() {
+    let acts = [OnAttach::Close, OnAttach::ServeByEarlier];
+    let Some((_, outcomes, states)) = child_with("overtaken", &acts, 2) else { return };
+    assert_eq!((outcomes.last(), states), (Some(&true), vec![HELD, GONE]));
+}
+
+#[test]
+fn a_refused_attach_leaves_nothing_behind() {
+    let acts = [OnAttach::Refuse];
+    let Some((_, outcomes, states)) = child_with("no-attach", &acts, 1) else { return };
+    assert_eq!((outcomes, states), (vec![true], vec![GONE, KEPT]));
+    let acts = [OnAttach::RefuseLate];
+    let Some((_, outcomes, states)) = child_with("late-refusal", &acts, 2) else { return };
+    assert_eq!((outcomes, states), (vec![false, true], vec![GONE, KEPT]));
+}
+
+#[test]
+fn a_program_whose_first_attach_was_not_answered_is_served_by_it() {
+    let Some(daemon) = Scripted::new("first-untold") else { return };
+    daemon.book.on_attach([OnAttach::ServeUntold]);
+    let client = daemon.client();
+    let block = client.allocate(1 << 20, 4096).expect("a block");
+    client.prefetch(block.address, 4096).expect("served");
+    assert_eq!(attaches(&daemon.book).len(), 1);
+    client.disconnect().expect("quiet");
+}
+
+#[test]
+fn a_program_whose_first_attach_was_not_carried_out_attaches_anew() {
+    let Some(daemon) = Scripted::new("first-unserved") else { return };
+    daemon.book.on_attach([OnAttach::Close]);
+    let client = daemon.client();
+    let [first, second] = attaches(&daemon.book)[..] else { panic!("attached once more") };
+    assert_ne!(first.nonce_page, second.nonce_page, "the daemon may have filled it");
+    let limbo = usize::try_from(first.limbo_start).expect("an address");
+    assert!(first.limbo_start == second.limbo_start || is_unmapped(limbo, LIMBO_BYTES));
+    client.disconnect().expect("quiet");
+}
+
+#[test]
+fn a_program_whose_daemon_is_gone_at_its_first_attach_has_nothing_of_it() {
+    let Some(daemon) = Scripted::new("first-gone") else { return };
+    daemon.book.on_attach([OnAttach::CloseForGood]);
+    let began = Instant::now();
+    let error = Client::connect(daemon.config()).expect_err("nobody answers");
+    assert_eq!(error.status, Status::ConnectionLost, "{error}");
+    let [first] = attaches(&daemon.book)[..] else { panic!("attached once") };
+    assert_eq!(state_of(std::process::id().cast_signed(), &first), GONE);
+    assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
+}
