@@ -442,6 +442,19 @@ mod tests {
     }
 
     #[test]
+    fn one_that_has_shrunk_grows_again_when_it_asks() {
+        let room = Room::new(100 * MIB);
+        let a = join(&room, 1, Class::Standard, 100 * MIB);
+        room.report(&a, 100 * MIB);
+        let b = join(&room, 2, Class::Standard, 80 * MIB);
+        room.report(&a, 50 * MIB);
+        room.leave(&b);
+        assert_eq!(a.budget(), 50 * MIB, "it has not said that it wants any");
+        room.want(&a, 100 * MIB);
+        assert_eq!(a.budget(), 100 * MIB);
+    }
+
+    #[test]
     fn nobody_is_told_to_shrink_once_nobody_waits() {
         let room = Room::new(100 * MIB);
         let a = join(&room, 1, Class::Standard, 100 * MIB);

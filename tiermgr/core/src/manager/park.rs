@@ -29,6 +29,10 @@ const MOVES_PER_TURN_MAX: usize = 8;
 /// milliseconds: a family that asked for what it lacks now would never come near its share.
 const ROOM_STRIDE_BYTES: u64 = 16 << 20;
 
+/// When room is asked for again that has not come: whoever was to shrink meanwhile is no longer known to
+/// want any.
+const ROOM_ASK_AGAIN_NS: u64 = 1_000_000_000;
+
 /// A refused extent rests for at most two to the power of this many milliseconds.
 const REFUSAL_BACKOFF_MAX: u8 = 12;
 
@@ -90,8 +94,10 @@ impl<R: Records> Manager<R> {
         // Whoever rests keeps what it uses and makes its reserve out of that: room is for those who
         // have touched something since they last asked.
         let faults = Some(self.shared.stats.faults);
-        if !self.shared.room_wanted && (demand > 0 || self.asked_at_faults != faults) {
-            self.shared.room_wanted = true;
+        let asked = self.shared.room_asked.map(|at| at.after_ns(ROOM_ASK_AGAIN_NS));
+        let may_ask = asked.is_none_or(|again| again <= self.shared.now);
+        if may_ask && (demand > 0 || self.asked_at_faults != faults) {
+            self.shared.room_asked = Some(self.shared.now);
             self.asked_at_faults = faults;
             let bytes = (over + self.shared.reserve_pages()) * self.shared.page_bytes();
             let stride = (self.budget_bytes() / 2).max(ROOM_STRIDE_BYTES);

@@ -73,8 +73,8 @@ pub(crate) struct Shared<R> {
     pub queue: VecDeque<(ProcId, Addr)>,
     /// More slots have been asked for, at this time, and not come.
     pub slots_wanted: Option<Tick>,
-    /// More room has been asked for since the last answer.
-    pub room_wanted: bool,
+    /// More room has been asked for, at this time, and the budget is what it was.
+    pub room_asked: Option<Tick>,
     /// The store failed to write: no parking before this time.
     pub store_rests_until: Tick,
     free_stream: Vec<u16>,
@@ -101,7 +101,7 @@ impl<R: Records> Shared<R> {
             stamp: 0,
             queue: VecDeque::new(),
             slots_wanted: None,
-            room_wanted: false,
+            room_asked: None,
             store_rests_until: Tick(0),
             free_stream: (0..STREAM_BUFFERS).rev().collect(),
             free_demand: (0..DEMAND_BUFFERS).rev().collect(),
@@ -123,7 +123,7 @@ impl<R: Records> Shared<R> {
 
     pub(crate) fn set_budget(&mut self, bytes: u64) {
         self.budget_pages = bytes / self.page_bytes();
-        self.room_wanted = false;
+        self.room_asked = None;
     }
 
     /// Room that background work keeps free for faults.

@@ -490,3 +490,20 @@ fn each_of_several_lost_pages_is_answered() {
     assert!(machine.orders.contains(&Effect::Poison { proc, span: Span::new(BASE, PAGE) }));
     assert!(answered(&machine, 1), "the second sleeps for ever");
 }
+
+/// A family that was told to shrink is not known any longer to want room once it has.
+#[test]
+fn room_that_does_not_come_is_asked_for_again() {
+    let mut machine = Machine::new();
+    assert!(matches!(machine.add(1, BASE, 1), Some(Reply::Region(_))));
+    let asked = |machine: &Machine| {
+        machine.orders.iter().filter(|order| matches!(order, Effect::WantRoom { .. })).count()
+    };
+    machine.touch(BASE);
+    assert_eq!(asked(&machine), 1);
+    machine.touch(BASE.plus(EXTENT_BYTES));
+    assert_eq!(asked(&machine), 1, "an answer may be on its way");
+    machine.now = machine.now.after_ns(2_000_000_000);
+    machine.touch(BASE.plus(2 * EXTENT_BYTES));
+    assert_eq!(asked(&machine), 2);
+}
