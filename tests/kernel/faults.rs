@@ -8,6 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::thread;
 use std::time::Duration;
 use tiermgr_sys::abi;
+use tiermgr_sys::memory::read_present;
 use tiermgr_sys::process::page_size;
 use tiermgr_sys::uffd::{Installed, Message, Mode, Outcome};
 use tiermgr_tests::harness::{begin, eventually};
@@ -287,6 +288,9 @@ fn a_read_through_proc_mem_ends_at_an_absent_page() {
     assert_eq!(memory.read_at(&mut into, area.at(0)).expect("the first page"), page);
     assert_eq!(into[page], 0xff, "nothing came for the second");
     let error = memory.read_at(&mut into, area.at(1)).expect_err("absent");
+    assert_eq!(error.raw_os_error(), Some(libc::EIO));
+    let me = std::process::id().cast_signed();
+    let error = read_present(me, area.at(1), &mut into[..8]).expect_err("absent");
     assert_eq!(error.raw_os_error(), Some(libc::EIO));
     assert_eq!(message_now(&uffd), None, "nobody was asked for it");
 }

@@ -1,7 +1,9 @@
-"""A state directory whose file system is full: regions are refused, and nobody else notices."""
+"""A state directory whose file system is full, and a machine without another thread: programs are refused
+what cannot be had, keep what they have, and are served again as soon as there is room."""
 
 import contextlib
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -39,6 +41,15 @@ print("right", flush=True)
 """
 
 
+NEWCOMER = """
+import tiermgr
+client = tiermgr.Client()
+array = client.empty(1 << 20, dtype="u8")
+array[:] = 7
+assert (array == 7).all()
+"""
+
+
 @contextlib.contextmanager
 def small_tmpfs(folder):
     folder.mkdir()
@@ -69,11 +80,73 @@ def state(folder):
         pytest.skip(str(error))
 
 
+def environment(daemon):
+    return daemon.environment(PYTHONPATH=str(product.ROOT / "ffi" / "python"),
+                              TIERMGR_LIBRARY=str(product.DIST / "lib" / "libtiermgr.so.0"))
+
+
+def newcomer(daemon):
+    """A program that begins now."""
+    return subprocess.run([sys.executable, "-c", NEWCOMER], env=environment(daemon), timeout=60,
+                          stdin=subprocess.DEVNULL, capture_output=True, text=True)
+
+
+def test_programs_begin_again_once_there_is_room(folder, state):
+    with product.Daemon(folder, 64 * MIB, 256 * MIB, state=state) as daemon:
+        assert newcomer(daemon).returncode == 0
+        fill(state, 0)
+        for _ in range(3):
+            refused = newcomer(daemon)
+            assert refused.returncode == 1 and str(state) in refused.stderr, (refused.stderr, daemon.log_text())
+        (state / "filler").unlink()
+        served = newcomer(daemon)
+        assert served.returncode == 0, (served.stderr, daemon.log_text())
+        empty = daemon.wait_until_empty()
+        assert not (empty["families"] or empty["dram_granted_bytes"]), empty
+
+
+@contextlib.contextmanager
+def few_tasks(name):
+    """A cgroup that limits how many threads and processes there are."""
+    root = pathlib.Path("/sys/fs/cgroup")
+    root = root / "pids" if (root / "pids").is_dir() else root
+    path = root / f"tiermgr-{name}-{os.getpid()}"
+    try:
+        path.mkdir()
+        if not (path / "pids.max").exists():
+            path.rmdir()
+            pytest.skip("there is no cgroup controller for the number of processes")
+    except OSError as error:
+        pytest.skip(f"making a cgroup: {error.strerror}")
+    try:
+        yield path
+    finally:
+        for pid in (path / "cgroup.procs").read_text().split():
+            (path.parent / "cgroup.procs").write_text(pid)
+        path.rmdir()
+
+
+def test_a_thread_that_cannot_begin_keeps_no_room(folder):
+    with few_tasks("threads") as box, product.Daemon(folder, 64 * MIB, 256 * MIB) as daemon:
+        status = daemon.status()
+        for pid in (status["keeper_pid"], status["daemon_pid"]):
+            (box / "cgroup.procs").write_text(str(pid))
+        held = int((box / "pids.current").read_text())
+        for more in range(4):
+            # Enough for the session, and in the end for the family.
+            (box / "pids.max").write_text(str(held + more))
+            done = newcomer(daemon)
+            if done.returncode == 0:
+                break
+        assert done.returncode == 0 and more >= 2, (more, done.stderr)
+        (box / "pids.max").write_text("max")
+        empty = daemon.wait_until_empty()
+        assert not (empty["families"] or empty["dram_granted_bytes"]), empty
+
+
 def test_regions_are_refused_and_those_that_are_there_go_on(folder, state):
-    library = product.DIST / "lib" / "libtiermgr.so.0"
     with product.Daemon(folder, 128 * MIB, 8192 * MIB, state=state) as daemon:
-        env = daemon.environment(PYTHONPATH=str(product.ROOT / "ffi" / "python"),
-                                 TIERMGR_LIBRARY=str(library))
+        env = environment(daemon)
         client = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, env=env,
                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:

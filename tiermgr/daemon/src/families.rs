@@ -246,10 +246,13 @@ impl Families {
         let mut inner = self.lock();
         inner.check_room(uid, self.shared.families_per_uid)?;
         let number = inner.last_number + 1;
-        let path = self.facts_path(number);
-        write_facts(&path, &facts)
-            .map_err(|source| BeginError::State { path: path.clone(), source })?;
         inner.last_number = number;
+        let path = self.facts_path(number);
+        if let Err(source) = write_facts(&path, &facts) {
+            drop(inner);
+            self.forget_files(number);
+            return Err(BeginError::State { path, source });
+        }
         inner.beginning.insert(number, uid);
         drop(inner);
         let spawned = Executor::spawn(self.executor_config(number, class));

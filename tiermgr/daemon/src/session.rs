@@ -21,11 +21,10 @@ use tiermgr_core::event::Request;
 use tiermgr_core::units::{Addr, ProcId, Span};
 use tiermgr_engine::error::EngineError;
 use tiermgr_engine::executor::NewProcess;
-use tiermgr_sys::memory::read_memory;
+use tiermgr_sys::memory::read_present;
 use tiermgr_sys::nowait::make_nonblocking;
 use tiermgr_sys::ring::RingOwner;
 use tiermgr_sys::sock::{PeerCred, Stream};
-use tiermgr_sys::task::with_memory;
 use tiermgr_sys::uffd::{self, Mode, Outcome, Uffd};
 use tiermgr_sys::{abi, pidfd};
 use tiermgr_wire::hello::{Attach, Class, Welcome};
@@ -423,11 +422,23 @@ fn not_begun(error: &BeginError) -> Refused {
             Refused::closing(ErrorCode::NoRoom, error.to_string())
         }
         BeginError::Engine(error) => Refused { close: true, ..engine_refusal(error) },
+        BeginError::State { source, .. } if is_full(source) => {
+            Refused { close: true, ..state_full(error) }
+        }
         BeginError::State { .. } => {
             tracing::error!(error = %chain(error), "beginning a family");
             Refused { close: true, ..internal() }
         }
     }
+}
+
+fn is_full(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+}
+
+fn state_full(error: &dyn std::error::Error) -> Refused {
+    let text = format!("{}; end programs, or make the file system larger", chain(error));
+    Refused::new(ErrorCode::NoRoom, text)
 }
 
 fn engine_refusal(error: &EngineError) -> Refused {
@@ -439,6 +450,7 @@ fn engine_refusal(error: &EngineError) -> Refused {
         | EngineError::BeyondCapacity { .. } => ErrorCode::NoRoom,
         EngineError::NoProcess(_) => ErrorCode::NotManaged,
         EngineError::Ended => ErrorCode::ShuttingDown,
+        EngineError::State { source, .. } if is_full(source) => return state_full(error),
         EngineError::PageSize { .. } => ErrorCode::Unsupported,
         _ => {
             tracing::error!(error = %chain(error), "a request failed");
@@ -538,10 +550,10 @@ fn prove_identity(fd: OwnedFd, nonce_page: u64, pid: i32) -> Result<OwnedFd, Ref
         )));
     }
     let mut seen = [0; 8];
-    let place = [(nonce_page, seen.len() as u64)];
-    let read = with_memory(pid, |task| read_memory(task, &place, &mut seen))
+    // A program that drops the page meanwhile must not keep this thread.
+    read_present(pid, nonce_page, &mut seen)
         .map_err(|error| refuse(format!("cannot be read: {error}")))?;
-    if read != seen.len() || seen != nonce {
+    if seen != nonce {
         return Err(refuse("is not in the memory of the process that connected".to_owned()));
     }
     Ok(uffd.into_fd())

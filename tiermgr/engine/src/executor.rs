@@ -30,12 +30,11 @@ use tiermgr_core::effect::{Refusal, Reply};
 use tiermgr_core::event::Request;
 use tiermgr_core::manager::{Manager, ManagerConfig};
 use tiermgr_core::units::{Addr, EXTENT_BYTES, Geometry, ProcId, RequestId, Span};
-use tiermgr_sys::memory::read_memory;
+use tiermgr_sys::memory::read_present;
 use tiermgr_sys::nowait;
 use tiermgr_sys::probe::KernelFeatures;
 use tiermgr_sys::process::{page_size, random_bytes, set_io_flusher, set_name};
 use tiermgr_sys::ring::{Command, Completion, RingOwner};
-use tiermgr_sys::task::with_memory;
 use tiermgr_wire::control::{FamilyStats, RegionRow};
 use tiermgr_wire::hello::Class;
 
@@ -256,13 +255,20 @@ impl Executor {
             mailbox,
         };
         let (ready, is_ready) = sync_channel(1);
+        // Of a family that an earlier daemon served, programs hold what it was granted.
+        let unused = found.is_none().then(|| (Arc::clone(&ended.room), Arc::clone(&ended.share)));
         let thread = thread::Builder::new()
             .name("tiermgr-exec".to_owned())
             .spawn(move || {
                 let begin = Begin { host_config, manager_config, state, found };
                 serve(begin, &ended, &ready);
             })
-            .map_err(EngineError::kernel("starting a thread"))?;
+            .map_err(|error| {
+                if let Some((room, share)) = unused {
+                    room.leave(&share);
+                }
+                EngineError::kernel("starting a thread")(error)
+            })?;
         let started = is_ready.recv().unwrap_or(Err(EngineError::Ended));
         if let Err(error) = started {
             drop(thread.join());
@@ -310,12 +316,10 @@ impl Executor {
             let seed = random_seed()?;
             let placed = self.call(|answer| Mail::Prove { seed, answer })?;
             let mut held = [0; 16];
-            // Should the page be absent, this waits until the executor has put zeros there.
-            let place = [(nonce_page.0, 16)];
-            let read = with_memory(pid, |task| read_memory(task, &place, &mut held));
+            let read = read_present(pid, nonce_page.0, &mut held);
             let held = u128::from_ne_bytes(held);
             let found = placed.iter().find(|&&(_, nonce)| nonce == held).map(|&(child, _)| child);
-            if let (Ok(16), Some(child)) = (read, found) {
+            if let (Ok(()), Some(child)) = (read, found) {
                 empty_page(&mut prepared, nonce_page)?;
                 let new = Box::new(prepared);
                 return Ok((child, Some(self.adopt(child, new)?)));

@@ -57,10 +57,12 @@ impl Claim {
 }
 
 /// Sends an answer to whoever waits for it, if somebody still does.
-pub(crate) fn answer<T>(to: &SyncSender<T>, what: T) {
-    if to.try_send(what).is_err() {
+pub(crate) fn answer<T>(to: &SyncSender<T>, what: T) -> bool {
+    let is_sent = to.try_send(what).is_ok();
+    if !is_sent {
         tracing::debug!("nobody waits for the answer any more");
     }
+    is_sent
 }
 
 #[derive(Debug, Default)]

@@ -11,7 +11,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use tiermgr_core::units::{EXTENT_BYTES, SlotId};
 use tiermgr_sys::disk::{self, Claim, StoreFile, Wanted};
 use tiermgr_sys::memory::AnonBuffer;
@@ -160,6 +160,8 @@ pub struct Store {
     file: StoreFile,
     slots: Slots,
     sums: Sums,
+    /// The last lease failed for want of room in the state directory.
+    lacks_sums: AtomicBool,
 }
 
 impl Store {
@@ -208,7 +210,8 @@ impl Store {
         let segments = u32::try_from(owners.len() / 8).unwrap_or(0).min(segments);
         let slots =
             Slots::open(owners, segments).map_err(in_state("reading", state.join("segments")))?;
-        Ok(Arc::new(Self { file, slots, sums: Sums::new(sums) }))
+        let lacks_sums = AtomicBool::new(false);
+        Ok(Arc::new(Self { file, slots, sums: Sums::new(sums), lacks_sums }))
     }
 
     /// What it was opened from.
@@ -236,13 +239,16 @@ impl Store {
     pub fn take(&self, family: FamilyId, wake: &Arc<Wake>) -> Option<(SlotId, u32)> {
         let first = self.slots.take(family, wake)?;
         if let Err(error) = self.sums.reserve(first, SEGMENT_SLOTS) {
-            tracing::error!(
-                %error,
-                "the state directory has no room for the checksums of more slots: the store counts as full"
-            );
+            if !self.lacks_sums.swap(true, Ordering::Relaxed) {
+                tracing::error!(
+                    %error,
+                    "the state directory has no room for the checksums of more slots: the store counts as full"
+                );
+            }
             self.slots.give_back(family, first);
             return None;
         }
+        self.lacks_sums.store(false, Ordering::Relaxed);
         self.sums.scrub(first, SEGMENT_SLOTS);
         Some((first, SEGMENT_SLOTS))
     }

@@ -40,6 +40,15 @@ pub fn read_memory(pid: i32, from: &[(u64, u64)], into: &mut [u8]) -> io::Result
     usize::try_from(n).map_err(|_negative| io::Error::last_os_error())
 }
 
+/// Reads `into.len()` bytes of process `pid` at `at`, without ever waiting for a userfaultfd: what is absent,
+/// and armed by anybody, cannot be read.
+///
+/// # Errors
+/// EIO: not all of it is there. ESRCH, or `NotFound`: no such process, or none with memory. EACCES: it may not be read.
+pub fn read_present(pid: i32, at: u64, into: &mut [u8]) -> io::Result<()> {
+    with_memory(pid, |task| File::open(format!("/proc/{task}/mem"))?.read_exact_at(into, at))
+}
+
 /// Whether a thread has memory: one that ends has none, long before it is gone.
 pub fn has_memory(tid: i32) -> bool {
     // The last page of all is the kernel's: nobody has anything there, and nobody waits for it.
@@ -323,6 +332,18 @@ mod tests {
         assert_eq!(into[10..], b);
         let gone = read_memory(pid, &[(4096, 16)], &mut into).expect_err("nothing is mapped there");
         assert_eq!(gone.raw_os_error(), Some(libc::EFAULT));
+    }
+
+    #[test]
+    fn what_is_there_is_read_and_nothing_else() {
+        let mut buffer = AnonBuffer::new(HUGE_PAGE).expect("2 MiB");
+        let at = crate::uffd::bytes(buffer.as_ptr().expose_provenance());
+        let pid = std::process::id().cast_signed();
+        buffer.as_mut_slice()[..8].fill(7);
+        let mut seen = [0; 8];
+        read_present(pid, at, &mut seen).expect("it is there");
+        assert_eq!(seen, [7; 8]);
+        assert!(read_present(pid, 4096, &mut seen).is_err(), "nothing is mapped there");
     }
 
     #[test]

@@ -44,7 +44,7 @@ use std::sync::Arc;
 use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 use tiermgr_core::effect::{Effect, Reply};
-use tiermgr_core::event::Event;
+use tiermgr_core::event::{Event, Request};
 use tiermgr_core::units::{EXTENT_BYTES, Geometry, ProcId, RequestId, Tick};
 use tiermgr_core::watch::{Overdue, WaitsOn};
 use tiermgr_sys::nowait::make_nonblocking;
@@ -59,6 +59,11 @@ const LOOK_NS: u64 = 100_000_000;
 const UNPOLLED_SLEEP_NS: u64 = 1_000_000;
 /// How soon poisoning that a layout change delayed is tried again.
 const POISON_AGAIN_NS: u64 = 1_000_000;
+/// How soon slots are asked for again. Whoever gives some back says so, but not every cause is a lack of them.
+const SLOTS_AGAIN_NS: u64 = 1_000_000_000;
+
+/// Has asked for what nobody waits for. Requests are counted from 1.
+const NOBODY: RequestId = RequestId(0);
 
 /// What a host is told once.
 #[derive(Debug)]
@@ -114,7 +119,8 @@ pub struct LinuxHost {
     used_bytes: u64,
     /// The part of it that is known to have been touched.
     touched_bytes: u64,
-    slots_wanted: bool,
+    /// When more slots are asked for again, if nobody says earlier that there are some.
+    slots_again: Tick,
     wake_polled: bool,
     poison_delayed: bool,
     /// When a program is to be killed that outlived its SIGBUS.
@@ -154,7 +160,7 @@ impl LinuxHost {
             explanation_wanted: false,
             to_replay: Vec::new(),
             unborn: Vec::new(),
-            slots_wanted: false,
+            slots_again: Tick::NEVER,
             wake_polled: false,
             poison_delayed: false,
             next_kill: Tick::NEVER,
@@ -245,6 +251,9 @@ impl LinuxHost {
         if now >= self.next_kill {
             self.kill_for_lost_bytes(now);
         }
+        if now >= self.slots_again {
+            self.want_slots();
+        }
         if self.poison_delayed {
             self.poison_delayed = false;
             for at in 0..self.procs.live().len() {
@@ -302,8 +311,7 @@ impl LinuxHost {
 
     fn read_mail(&mut self, events: &mut Vec<Event>) {
         self.tell_budget();
-        if self.slots_wanted {
-            self.slots_wanted = false;
+        if self.slots_again != Tick::NEVER {
             self.want_slots();
         }
         while let Some(mail) = self.mailbox.next() {
@@ -311,13 +319,17 @@ impl LinuxHost {
                 Mail::Attach { new, answer } => {
                     send(&answer, self.attach(*new, events));
                 }
-                Mail::Prove { seed, answer } => send(&answer, self.put_nonces(seed)),
+                Mail::Prove { seed, answer } => {
+                    send(&answer, self.put_nonces(seed));
+                }
                 Mail::Adopt { child, new, claim, answer } => {
                     if claim.take() {
                         send(&answer, self.adopt_child(child, *new, events));
                     }
                 }
-                Mail::Arena { proc, answer } => send(&answer, self.arena_of(proc)),
+                Mail::Arena { proc, answer } => {
+                    send(&answer, self.arena_of(proc));
+                }
                 Mail::Ask { request, proc, what, answer } => {
                     if self.procs.get(proc).is_some() {
                         self.pending.insert(request, Pending { proc, answer });
@@ -354,14 +366,23 @@ impl LinuxHost {
     fn want_slots(&mut self) {
         let wake = self.mailbox.wake();
         match self.config.store.take(self.config.family, wake) {
-            Some((first, count)) => self.outcomes.push(Event::SlotsGranted { first, count }),
-            None => self.slots_wanted = true,
+            Some((first, count)) => {
+                self.slots_again = Tick::NEVER;
+                self.outcomes.push(Event::SlotsGranted { first, count });
+            }
+            None => self.slots_again = self.tick().after_ns(SLOTS_AGAIN_NS),
         }
     }
 
     fn reply(&mut self, request: RequestId, reply: Reply) {
-        if let Some(pending) = self.pending.remove(&request) {
-            send(&pending.answer, reply);
+        let Some(Pending { proc, answer }) = self.pending.remove(&request) else { return };
+        let lease = if let Reply::Lease(lease) = reply { Some(lease) } else { None };
+        if !send(&answer, reply)
+            && let Some(lease) = lease
+        {
+            // Whoever asked was told that it took too long, and nobody else knows the number.
+            let what = Request::Unpin { lease };
+            self.outcomes.push(Event::Asked { request: NOBODY, proc, what });
         }
     }
 
@@ -430,7 +451,7 @@ impl Host for LinuxHost {
             if self.needs_looks() {
                 until = until.min(self.next_look);
             }
-            until = until.min(self.cap.next_look()).min(self.next_kill);
+            until = until.min(self.cap.next_look()).min(self.next_kill).min(self.slots_again);
             let now = self.tick();
             if self.poison_delayed {
                 until = until.min(now.after_ns(POISON_AGAIN_NS));
