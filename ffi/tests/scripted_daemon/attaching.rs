@@ -1,7 +1,6 @@
 //! Attaches that the daemon answers late, or not at all, may have been carried out: limbo stays where it is,
 //! and a helper at its side, until the daemon has said that it does not serve the process by them.
 
-use super::unanswered::is_unmapped;
 use super::{Act, Book, FAMILY, Manner, Scripted, in_child, refusal, say, say_with, says_child};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -263,8 +262,9 @@ fn a_program_whose_first_attach_was_not_carried_out_attaches_anew() {
     let client = daemon.client();
     let [first, second] = attaches(&daemon.book)[..] else { panic!("attached once more") };
     assert_ne!(first.nonce_page, second.nonce_page, "the daemon may have filled it");
-    let limbo = usize::try_from(first.limbo_start).expect("an address");
-    assert!(first.limbo_start == second.limbo_start || is_unmapped(limbo, LIMBO_BYTES));
+    // Where its limbo was, the other's may be, or a part of it.
+    let (is_mapped, lives) = state_of(std::process::id().cast_signed(), &first);
+    assert!(!lives && (first.limbo_start == second.limbo_start || !is_mapped));
     client.disconnect().expect("quiet");
 }
 

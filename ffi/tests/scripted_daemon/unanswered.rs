@@ -12,7 +12,7 @@ use tiermgr_wire::reply::ErrorCode;
 use tiermgr_wire::request::{Kind, ToDaemon};
 
 /// Whether nothing is mapped in a range.
-pub(crate) fn is_unmapped(start: usize, bytes: usize) -> bool {
+fn is_unmapped(start: usize, bytes: usize) -> bool {
     // SAFETY: with this flag the call gives new memory where there is none, and else fails.
     let found = unsafe {
         libc::mmap(
