@@ -399,6 +399,9 @@ impl Link {
 
     fn reconnect(&mut self, patience: Patience, give_up: u64) -> Result<()> {
         let Connection::Down { retry_ns, took_ns, .. } = self.connection else { return Ok(()) };
+        if !sandbox::may(Deed::Reconnect) {
+            return Err(FILTERED);
+        }
         let now = monotonic_ns();
         if patience == Patience::Brief
             && now < retry_ns.saturating_add(took_ns.saturating_mul(BRIEF_PAUSES))

@@ -22,10 +22,12 @@ pub enum Deed {
     Join = 4,
     /// Looks whether memory is armed, before a fork.
     Look = 8,
+    /// Greets a daemon that has come back.
+    Reconnect = 16,
 }
 
-const ALL: [Deed; 4] = [Deed::Ask, Deed::Grow, Deed::Join, Deed::Look];
-const EVERYTHING: u8 = 15;
+const ALL: [Deed; 5] = [Deed::Ask, Deed::Grow, Deed::Join, Deed::Look, Deed::Reconnect];
+const EVERYTHING: u8 = 31;
 
 static LEFT: AtomicU8 = AtomicU8::new(0);
 /// Of [`seccomp_mode`] when the program connected.
@@ -66,8 +68,7 @@ const LOOK: &[Call] = &[
     (libc::SYS_ioctl, [0, tiermgr_sys::abi::UFFDIO_API as u64, 0]),
     (libc::SYS_ioctl, [0, tiermgr_sys::abi::UFFDIO_REGISTER as u64, 0]),
 ];
-/// Also what the helper does before it has a filter of its own: it inherits the program's.
-const JOIN: &[Call] = &[
+const RECONNECT: &[Call] = &[
     (
         libc::SYS_socket,
         [libc::AF_UNIX as u64, (libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC) as u64, 0],
@@ -75,6 +76,10 @@ const JOIN: &[Call] = &[
     (libc::SYS_connect, [0; 3]),
     (libc::SYS_setsockopt, [0; 3]),
     (libc::SYS_fcntl, [0, libc::F_DUPFD_CLOEXEC as u64, 0]),
+    (libc::SYS_close, [0; 3]),
+];
+/// Also what the helper does before it has a filter of its own: it inherits the program's.
+const JOIN: &[Call] = &[
     (libc::SYS_fcntl, [0, libc::F_DUPFD as u64, 0]),
     (libc::SYS_ioctl, [0, tiermgr_sys::abi::USERFAULTFD_IOC_NEW as u64, 0]),
     (libc::SYS_ioctl, [0, tiermgr_sys::abi::UFFDIO_MOVE as u64, 0]),
@@ -82,7 +87,6 @@ const JOIN: &[Call] = &[
     (libc::SYS_rt_sigprocmask, [0; 3]),
     (libc::SYS_clone, [libc::CLONE_VM as u64, 0, 0]),
     (libc::SYS_wait4, [0; 3]),
-    (libc::SYS_close, [0; 3]),
     (libc::SYS_dup3, [0; 3]),
     (libc::SYS_close_range, [0; 3]),
     (libc::SYS_prctl, [libc::PR_SET_NAME as u64, 0, 0]),
@@ -100,8 +104,9 @@ impl Deed {
         let sets: &[&[Call]] = match self {
             Self::Ask => &[ASK],
             Self::Grow => &[ASK, GROW],
-            Self::Join => &[ASK, GROW, JOIN],
+            Self::Join => &[ASK, GROW, RECONNECT, JOIN],
             Self::Look => &[LOOK],
+            Self::Reconnect => &[ASK, RECONNECT],
         };
         sets.iter().copied().flatten()
     }
@@ -278,12 +283,13 @@ mod tests {
             libc::SECCOMP_RET_TRAP,
             libc::SECCOMP_RET_TRACE,
         ] {
-            assert_eq!(ended(&against(libc::SYS_connect, action)), [Deed::Join]);
+            assert_eq!(ended(&against(libc::SYS_connect, action)), [Deed::Join, Deed::Reconnect]);
+            assert_eq!(ended(&against(libc::SYS_clone, action)), [Deed::Join]);
             assert_eq!(ended(&against(libc::SYS_madvise, action)), [Deed::Grow, Deed::Join]);
             assert_eq!(ended(&against(libc::SYS_ioctl, action)), [Deed::Join, Deed::Look]);
             assert_eq!(
                 ended(&against(libc::SYS_sendmsg, action)),
-                [Deed::Ask, Deed::Grow, Deed::Join]
+                [Deed::Ask, Deed::Grow, Deed::Join, Deed::Reconnect]
             );
             assert_eq!(ended(&against(libc::SYS_userfaultfd, action)), []);
         }

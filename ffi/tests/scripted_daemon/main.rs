@@ -5,6 +5,7 @@
 #![cfg(test)]
 
 mod attaching;
+mod confined;
 mod preloaded;
 mod unanswered;
 
