@@ -205,6 +205,7 @@ impl Session<'_> {
                     let arena = lacks_arena.then(|| family.executor().arena_of(proc)).transpose();
                     let given = arena.map_err(|error| engine_refusal(&error))?;
                     family.joined(proc, self.peer.uid);
+                    family.executor().back(proc);
                     self.resident = Some(Resident { family, proc });
                     return Ok(Answer { message: FromDaemon::Ready, fds: Vec::new(), given });
                 }

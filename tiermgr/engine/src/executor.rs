@@ -298,7 +298,8 @@ impl Executor {
         if is_child {
             return self.attach_child(prepared);
         }
-        let proc = self.call(|answer| Mail::Attach { new: Box::new(prepared), answer })??;
+        let new = Box::new(prepared);
+        let proc = self.call_or_withdraw(|claim, answer| Mail::Attach { new, claim, answer })?;
         Ok((proc, None))
     }
 
@@ -322,30 +323,14 @@ impl Executor {
             if let (Ok(()), Some(child)) = (read, found) {
                 empty_page(&mut prepared, nonce_page)?;
                 let new = Box::new(prepared);
-                return Ok((child, Some(self.adopt(child, new)?)));
+                let letter = |claim, answer| Mail::Adopt { child, new, claim, answer };
+                return Ok((child, Some(self.call_or_withdraw(letter)?)));
             }
             if begun.elapsed() > CHILD_TIMEOUT {
                 let reason = "it is no forked child of this family";
                 return Err(EngineError::Attach { pid, reason });
             }
             thread::sleep(Duration::from_millis(5));
-        }
-    }
-
-    /// After an error the child is not served, and will not be by this.
-    fn adopt(&self, child: ProcId, new: Box<Prepared>) -> Result<OwnedFd, EngineError> {
-        let (answer, reply) = sync_channel(1);
-        let claim = Claim::default();
-        let letter = Mail::Adopt { child, new, claim: claim.clone(), answer };
-        if !self.mailbox.post(letter) {
-            return Err(EngineError::Ended);
-        }
-        match reply.recv_timeout(ANSWER_TIMEOUT) {
-            Ok(outcome) => outcome,
-            Err(RecvTimeoutError::Timeout) if claim.take() => Err(EngineError::TimedOut),
-            // It is being done right now.
-            Err(RecvTimeoutError::Timeout) => reply.recv().unwrap_or(Err(EngineError::Ended)),
-            Err(RecvTimeoutError::Disconnected) => Err(EngineError::Ended),
         }
     }
 
@@ -372,13 +357,17 @@ impl Executor {
             self.check_capacity(proc, span.len)?;
             self.check_state_room(span.len)?;
         }
-        let Some(reply) = self.post_request(proc, what) else {
+        let Some((claim, reply)) = self.post_request(proc, what) else {
             return Err(EngineError::Ended);
         };
         let mut received = reply.recv_timeout(timeout.min(LONG_WAIT));
         if timeout > LONG_WAIT && matches!(received, Err(RecvTimeoutError::Timeout)) {
             self.mailbox.post(Mail::Explain);
             received = reply.recv_timeout(timeout.saturating_sub(LONG_WAIT));
+        }
+        if matches!(received, Err(RecvTimeoutError::Timeout)) && !claim.take() {
+            // It is being answered right now.
+            received = reply.recv().map_err(Into::into);
         }
         match (received, what) {
             (Ok(Reply::Refused(Refusal::NoStateRoom)), Request::AddRegion { span }) => {
@@ -397,10 +386,12 @@ impl Executor {
     }
 
     /// Puts a request to the manager. `None`: the executor has ended.
-    fn post_request(&self, proc: ProcId, what: Request) -> Option<Receiver<Reply>> {
+    fn post_request(&self, proc: ProcId, what: Request) -> Option<(Claim, Receiver<Reply>)> {
         let (answer, reply) = sync_channel(1);
+        let claim = Claim::default();
         let request = RequestId(self.next_request.fetch_add(1, Ordering::Relaxed));
-        self.mailbox.post(Mail::Ask { request, proc, what, answer }).then_some(reply)
+        let letter = Mail::Ask { request, proc, what, claim: claim.clone(), answer };
+        self.mailbox.post(letter).then_some((claim, reply))
     }
 
     /// A program that could never fit is told so here, where it can still do something about it.
@@ -431,6 +422,11 @@ impl Executor {
     /// The connection of a process has ended. Whether its address space has, the executor finds out.
     pub fn gone(&self, proc: ProcId) {
         self.mailbox.post(Mail::Gone { proc });
+    }
+
+    /// The process has connected again.
+    pub fn back(&self, proc: ProcId) {
+        self.mailbox.post(Mail::Back { proc });
     }
 
     /// Counters. The last ones where the family has ended or is slow to answer.
@@ -496,6 +492,26 @@ impl Executor {
             RecvTimeoutError::Timeout => EngineError::TimedOut,
             RecvTimeoutError::Disconnected => EngineError::Ended,
         })
+    }
+
+    /// The same of what is not to be done once nobody waits for it. After an error it was not done, and will
+    /// not be.
+    fn call_or_withdraw<T>(
+        &self,
+        letter: impl FnOnce(Claim, SyncSender<Result<T, EngineError>>) -> Mail,
+    ) -> Result<T, EngineError> {
+        let (answer, reply) = sync_channel(1);
+        let claim = Claim::default();
+        if !self.mailbox.post(letter(claim.clone(), answer)) {
+            return Err(EngineError::Ended);
+        }
+        match reply.recv_timeout(ANSWER_TIMEOUT) {
+            Ok(outcome) => outcome,
+            Err(RecvTimeoutError::Timeout) if claim.take() => Err(EngineError::TimedOut),
+            // It is being done right now.
+            Err(RecvTimeoutError::Timeout) => reply.recv().unwrap_or(Err(EngineError::Ended)),
+            Err(RecvTimeoutError::Disconnected) => Err(EngineError::Ended),
+        }
     }
 }
 

@@ -17,11 +17,10 @@ use tiermgr_wire::control::FamilyStats;
 #[derive(Debug)]
 pub(crate) enum Mail {
     /// Serve a new client.
-    Attach { new: Box<Prepared>, answer: SyncSender<Result<ProcId, EngineError>> },
+    Attach { new: Box<Prepared>, claim: Claim, answer: SyncSender<Result<ProcId, EngineError>> },
     /// Put a nonce into each child that has not shown itself.
     Prove { seed: u128, answer: SyncSender<Vec<(ProcId, u128)>> },
-    /// This is who that child is. Answered with its userfaultfd. Not to be done unless `claim` can be taken:
-    /// whoever does not wait any longer says that the child is not served, and that must be so.
+    /// This is who that child is. Answered with its userfaultfd.
     Adopt {
         child: ProcId,
         new: Box<Prepared>,
@@ -30,10 +29,12 @@ pub(crate) enum Mail {
     },
     /// Another descriptor of the userfaultfd of a process.
     Arena { proc: ProcId, answer: SyncSender<Result<OwnedFd, EngineError>> },
-    /// A client's request.
-    Ask { request: RequestId, proc: ProcId, what: Request, answer: SyncSender<Reply> },
+    /// A client's request. Unlike the others it is carried out in any case; the claim is that of its answer.
+    Ask { request: RequestId, proc: ProcId, what: Request, claim: Claim, answer: SyncSender<Reply> },
     /// The process' connection has ended.
     Gone { proc: ProcId },
+    /// It has another one.
+    Back { proc: ProcId },
     /// Counters, please.
     Stats { answer: SyncSender<FamilyStats> },
     /// Say in the log what is being waited for: somebody has waited too long.
@@ -45,7 +46,8 @@ pub(crate) enum Mail {
     Release { answer: SyncSender<usize> },
 }
 
-/// Something that is either done or withdrawn: whoever takes it first decides.
+/// Something that is either done or withdrawn: whoever takes it first decides. One who does not wait any longer
+/// says that it was not done, and that must be so.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Claim(Arc<AtomicBool>);
 
@@ -57,12 +59,10 @@ impl Claim {
 }
 
 /// Sends an answer to whoever waits for it, if somebody still does.
-pub(crate) fn answer<T>(to: &SyncSender<T>, what: T) -> bool {
-    let is_sent = to.try_send(what).is_ok();
-    if !is_sent {
+pub(crate) fn answer<T>(to: &SyncSender<T>, what: T) {
+    if to.try_send(what).is_err() {
         tracing::debug!("nobody waits for the answer any more");
     }
-    is_sent
 }
 
 #[derive(Debug, Default)]

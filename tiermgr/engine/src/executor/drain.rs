@@ -68,7 +68,7 @@ impl Executor {
 
     /// Has everything of one process brought back, for as long as something does come back.
     fn drain_process(&self, proc: ProcId) -> Result<(), EngineError> {
-        let Some(reply) = self.post_request(proc, Request::Drain) else {
+        let Some((_, reply)) = self.post_request(proc, Request::Drain) else {
             return Ok(());
         };
         let mut away = self.bytes_away(proc);

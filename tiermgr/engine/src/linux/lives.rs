@@ -257,7 +257,10 @@ fn is_to_be_looked_at(known: &Proc) -> bool {
 /// longer shares its address space.
 fn has_new_image(known: &Proc) -> bool {
     let Some(attached) = &known.attached else { return false };
+    let (pid, helper) = (known.entry.pid, attached.helper_pid);
     !attached.exited
         && attached.helper_alive
-        && matches!(pidfd::same_memory(known.entry.pid, attached.helper_pid), Ok(false))
+        // Of two looks the first one costs less, and mostly says that all is well.
+        && !pidfd::threads_share_memory(pid, helper)
+        && matches!(pidfd::same_memory(pid, helper), Ok(false))
 }

@@ -29,7 +29,7 @@ pub use proc::Prepared;
 
 use crate::error::EngineError;
 use crate::host::Host;
-use crate::mailbox::{Mail, Mailbox, answer as send};
+use crate::mailbox::{Claim, Mail, Mailbox, answer as send};
 use crate::room::{FamilyId, Room, Share};
 use crate::state::FamilyState;
 use crate::stats::HostStats;
@@ -90,6 +90,7 @@ pub struct HostConfig {
 #[derive(Debug)]
 struct Pending {
     proc: ProcId,
+    claim: Claim,
     answer: SyncSender<Reply>,
 }
 
@@ -316,23 +317,21 @@ impl LinuxHost {
         }
         while let Some(mail) = self.mailbox.next() {
             match mail {
-                Mail::Attach { new, answer } => {
-                    send(&answer, self.attach(*new, events));
+                Mail::Attach { new, claim, answer } => {
+                    if claim.take() {
+                        send(&answer, self.attach(*new, events));
+                    }
                 }
-                Mail::Prove { seed, answer } => {
-                    send(&answer, self.put_nonces(seed));
-                }
+                Mail::Prove { seed, answer } => send(&answer, self.put_nonces(seed)),
                 Mail::Adopt { child, new, claim, answer } => {
                     if claim.take() {
                         send(&answer, self.adopt_child(child, *new, events));
                     }
                 }
-                Mail::Arena { proc, answer } => {
-                    send(&answer, self.arena_of(proc));
-                }
-                Mail::Ask { request, proc, what, answer } => {
+                Mail::Arena { proc, answer } => send(&answer, self.arena_of(proc)),
+                Mail::Ask { request, proc, what, claim, answer } => {
                     if self.procs.get(proc).is_some() {
-                        self.pending.insert(request, Pending { proc, answer });
+                        self.pending.insert(request, Pending { proc, claim, answer });
                         events.push(Event::Asked { request, proc, what });
                     }
                 }
@@ -340,6 +339,11 @@ impl LinuxHost {
                     if let Some(known) = self.procs.get_mut(proc) {
                         known.disconnected = true;
                         self.next_look = Tick(0);
+                    }
+                }
+                Mail::Back { proc } => {
+                    if let Some(known) = self.procs.get_mut(proc) {
+                        known.disconnected = false;
                     }
                 }
                 Mail::Stats { answer } => self.stats_wanted.push(answer),
@@ -375,11 +379,10 @@ impl LinuxHost {
     }
 
     fn reply(&mut self, request: RequestId, reply: Reply) {
-        let Some(Pending { proc, answer }) = self.pending.remove(&request) else { return };
-        let lease = if let Reply::Lease(lease) = reply { Some(lease) } else { None };
-        if !send(&answer, reply)
-            && let Some(lease) = lease
-        {
+        let Some(Pending { proc, claim, answer }) = self.pending.remove(&request) else { return };
+        if claim.take() {
+            send(&answer, reply);
+        } else if let Reply::Lease(lease) = reply {
             // Whoever asked was told that it took too long, and nobody else knows the number.
             let what = Request::Unpin { lease };
             self.outcomes.push(Event::Asked { request: NOBODY, proc, what });

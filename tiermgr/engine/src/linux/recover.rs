@@ -195,14 +195,16 @@ fn look_at(entry: &ProcEntry, open: &BTreeSet<RawFd>) -> io::Result<Option<Attac
     }
     let is_program =
         process.is_some() && (helper.is_none() || may_share_memory(entry.pid, entry.helper_pid)?);
-    let limbo_fd = match (take_fd(entry.limbo_fd, open), &helper) {
-        (Some(limbo_fd), _) => limbo_fd,
-        (None, Some(helper)) => Uffd::from_fd(pidfd::getfd(helper.as_fd(), FD_LIMBO)?),
+    // Fetched before a helper may be ended. Of those that are ours already none is taken up before all else has
+    // succeeded: an error would close it, here and in the keeper.
+    let fetched = match &helper {
+        _ if open.contains(&entry.limbo_fd) => None,
+        Some(helper) => Some(Uffd::from_fd(pidfd::getfd(helper.as_fd(), FD_LIMBO)?)),
         // Nobody is left who could move anything, but what lies in limbo can be brought back.
-        (None, None) => {
+        None => {
             let Some(process) = &process else { return Ok(None) };
             match fetch_from_program(entry.pid, process, entry.limbo.start.0)? {
-                Some(limbo_fd) => limbo_fd,
+                Some(limbo_fd) => Some(limbo_fd),
                 None => return Ok(None),
             }
         }
@@ -217,10 +219,20 @@ fn look_at(entry: &ProcEntry, open: &BTreeSet<RawFd>) -> io::Result<Option<Attac
         end_helper(helper, entry.helper_pid);
     }
     let helper_alive = ring.is_some();
-    let living = if helper.is_some() { entry.helper_pid } else { entry.pid };
+    if !helper_alive && !is_program {
+        // The memory goes with the helper that has just been ended.
+        return Ok(None);
+    }
+    let living = if helper_alive { entry.helper_pid } else { entry.pid };
     let (pagemap, memory) = with_memory(living, |task| {
         Ok((Pagemap::open(task)?, File::open(format!("/proc/{task}/mem"))?))
     })?;
+    // Without a helper nobody listens at the other end.
+    let ring = match ring {
+        Some(ring) => ring,
+        None => RingOwner::create()?,
+    };
+    let Some(limbo_fd) = fetched.or_else(|| take_fd(entry.limbo_fd, open)) else { return Ok(None) };
     Ok(Some(Attached {
         pidfd: process.filter(|_| is_program),
         exited: !is_program,
@@ -230,11 +242,7 @@ fn look_at(entry: &ProcEntry, open: &BTreeSet<RawFd>) -> io::Result<Option<Attac
         ring_broken: false,
         limbo_fd: ManuallyDrop::new(limbo_fd),
         limbo: entry.limbo,
-        // Without a helper nobody listens at the other end.
-        ring: match ring {
-            Some(ring) => ring,
-            None => RingOwner::create()?,
-        },
+        ring,
         ring_polled: false,
         exit_polled: false,
         helper_exit_polled: false,
@@ -375,4 +383,41 @@ fn take_fd(fd: RawFd, open: &BTreeSet<RawFd>) -> Option<Uffd> {
     // each number is in one entry only, and an entry is removed before its descriptor is closed: nobody
     // else in this table owns it.
     unsafe { Uffd::adopt(fd) }.ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::IntoRawFd;
+    use tiermgr_sys::keeper::list_uffds;
+    use tiermgr_sys::uffd::{DeviceFd, new_from_device};
+
+    /// What is closed in the table that is shared with the keeper is lost for the second look, too.
+    #[test]
+    fn a_look_that_fails_closes_no_userfaultfd() {
+        let Ok(device) = DeviceFd::open() else {
+            eprintln!("skipped: no /dev/userfaultfd");
+            assert!(std::env::var_os("TIERMGR_CI_STRICT").is_none(), "skipped");
+            return;
+        };
+        let uffd = new_from_device(device.as_fd()).expect("a userfaultfd");
+        // Looks like a helper that has given its ring away.
+        let mut helper = std::process::Command::new("sleep").arg("20").spawn().expect("sleep");
+        let number = |child: &std::process::Child| child.id().cast_signed();
+        let started = |pid| pidfd::start_time(pid).expect("alive");
+        let (pid, helper_pid) = (std::process::id().cast_signed(), number(&helper));
+        let entry = ProcEntry {
+            pid,
+            start_time: started(pid),
+            helper_pid,
+            helper_start_time: started(helper_pid),
+            limbo_fd: uffd.into_raw_fd(),
+            ..ProcEntry::default()
+        };
+        let is_open = || list_uffds().expect("/proc").contains(&entry.limbo_fd);
+        let found = look_at(&entry, &BTreeSet::from([entry.limbo_fd]));
+        helper.kill().expect("a child of ours");
+        helper.wait().expect("ended");
+        assert!(is_open(), "{found:?}");
+    }
 }

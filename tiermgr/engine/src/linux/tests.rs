@@ -3,7 +3,7 @@
 use super::{HostConfig, LinuxHost, Prepared};
 use crate::executor::NewProcess;
 use crate::host::Host;
-use crate::mailbox::Mailbox;
+use crate::mailbox::{Claim, Mail, Mailbox};
 use crate::room::Room;
 use crate::scratch::Scratch;
 use crate::slots::SEGMENT_BYTES;
@@ -16,13 +16,14 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::sync_channel;
 use std::thread;
 use std::time::{Duration, Instant};
-use tiermgr_core::effect::{BufRange, Buffer, Command, Effect};
-use tiermgr_core::event::{CommandOutcome, Event, IoctlOutcome};
+use tiermgr_core::effect::{BufRange, Buffer, Command, Effect, Reply};
+use tiermgr_core::event::{CommandOutcome, Event, IoctlOutcome, Request};
 use tiermgr_core::page::PageMask;
 use tiermgr_core::units::{
-    Addr, CHUNK_BYTES, EXTENT_BYTES, OpId, ProcId, SlotId, Span, Tick, low_u32,
+    Addr, CHUNK_BYTES, EXTENT_BYTES, LeaseId, OpId, ProcId, RequestId, SlotId, Span, Tick, low_u32,
 };
 use tiermgr_sys::abi;
 use tiermgr_sys::helper::{self, HelperConfig, HelperHandle};
@@ -145,35 +146,7 @@ impl World {
         let mut host = LinuxHost::new(config, state).unwrap();
 
         let (region, limbo, nonce) = (Area::new(4), Area::new(2), Area::new(1));
-        let new_uffd = |features| -> OwnedFd {
-            let fd = new_from_device(device.as_fd()).unwrap();
-            handshake(fd.as_fd(), features).unwrap();
-            fd
-        };
-        let arena = new_uffd(abi::FEATURE_EVENT_UNMAP | abi::FEATURE_PAGEFAULT_FLAG_WP);
-        let limbo_fd = Uffd::from_fd(new_uffd(abi::FEATURE_SIGBUS));
-        limbo_fd.register(limbo.base, 2 * CHUNK_BYTES, Mode::MISSING).unwrap();
-        let limbo_fd = limbo_fd.into_fd();
-        let ring = RingOwner::create().unwrap();
-        let helper = helper::spawn(&HelperConfig {
-            ring: ring.memfd(),
-            event: ring.eventfd(),
-            arena: Some(arena.as_fd()),
-            limbo: limbo_fd.as_fd(),
-            hold: &[],
-        })
-        .unwrap();
-        let pid = std::process::id().cast_signed();
-        let new = NewProcess {
-            pid,
-            pidfd: pidfd::open(pid).unwrap(),
-            helper_pid: helper.pid(),
-            arena: Some(arena),
-            limbo_fd,
-            limbo: limbo.span(0, 2 * CHUNK_BYTES),
-            nonce_page: Addr(nonce.base),
-            ring,
-        };
+        let (new, helper) = candidate(&device, limbo, nonce);
         let mut events = Vec::new();
         let proc = host.attach(Prepared::open(new).unwrap(), &mut events).unwrap();
         assert_eq!(events, [Event::ProcReady { proc, limbo: limbo.span(0, 2 * CHUNK_BYTES) }]);
@@ -287,6 +260,40 @@ impl World {
         assert!(self.host.state().procs.all().is_empty());
         self.helper.reap(PATIENCE).unwrap();
     }
+}
+
+/// This process as one that is to be attached, and its helper.
+fn candidate(device: &DeviceFd, limbo: Area, nonce: Area) -> (NewProcess, HelperHandle) {
+    let new_uffd = |features| -> OwnedFd {
+        let fd = new_from_device(device.as_fd()).unwrap();
+        handshake(fd.as_fd(), features).unwrap();
+        fd
+    };
+    let arena = new_uffd(abi::FEATURE_EVENT_UNMAP | abi::FEATURE_PAGEFAULT_FLAG_WP);
+    let limbo_fd = Uffd::from_fd(new_uffd(abi::FEATURE_SIGBUS));
+    limbo_fd.register(limbo.base, 2 * CHUNK_BYTES, Mode::MISSING).unwrap();
+    let limbo_fd = limbo_fd.into_fd();
+    let ring = RingOwner::create().unwrap();
+    let helper = helper::spawn(&HelperConfig {
+        ring: ring.memfd(),
+        event: ring.eventfd(),
+        arena: Some(arena.as_fd()),
+        limbo: limbo_fd.as_fd(),
+        hold: &[],
+    })
+    .unwrap();
+    let pid = std::process::id().cast_signed();
+    let new = NewProcess {
+        pid,
+        pidfd: pidfd::open(pid).unwrap(),
+        helper_pid: helper.pid(),
+        arena: Some(arena),
+        limbo_fd,
+        limbo: limbo.span(0, 2 * CHUNK_BYTES),
+        nonce_page: Addr(nonce.base),
+        ring,
+    };
+    (new, helper)
 }
 
 fn stream(n: u16, extents: u32) -> BufRange {
@@ -532,6 +539,60 @@ fn a_letter_ends_a_sleep_and_a_stopping_host_returns() {
     assert!(begun.elapsed() < PATIENCE);
     assert!(world.host.is_finished() && events.is_empty());
     poster.join().unwrap();
+    world.end();
+}
+
+/// Whoever waited was told that it took too long, and nobody knows the number of the lease.
+#[test]
+fn a_pin_that_nobody_waits_for_is_undone() {
+    let Some(mut world) = World::new() else { return };
+    let (proc, request) = (world.proc, RequestId(1));
+    let (answer, reply) = sync_channel(1);
+    let claim = Claim::default();
+    let what = Request::Pin { span: world.region.span(0, EXTENT_BYTES) };
+    let letter = Mail::Ask { request, proc, what, claim: claim.clone(), answer };
+    assert!(world.mailbox.post(letter));
+    world.wait(|event| matches!(event, Event::Asked { .. }).then_some(()));
+    assert!(claim.take());
+    let lease = LeaseId(7);
+    world.host.start(&Effect::Reply { request, reply: Reply::Lease(lease) });
+    let asked = world.wait(|event| match event {
+        Event::Asked { proc: of, what, .. } if *of == proc => Some(*what),
+        _ => None,
+    });
+    assert_eq!(asked, Request::Unpin { lease });
+    assert!(reply.try_recv().is_err());
+    world.end();
+}
+
+#[test]
+fn a_process_is_looked_at_while_it_has_no_connection() {
+    let Some(mut world) = World::new() else { return };
+    let proc = world.proc;
+    for (letter, is_looked_at) in [(Mail::Gone { proc }, true), (Mail::Back { proc }, false)] {
+        assert_ne!(world.host.needs_looks(), is_looked_at);
+        assert!(world.mailbox.post(letter));
+        world.host.collect(Tick(0), &mut Vec::new());
+        assert_eq!(world.host.needs_looks(), is_looked_at);
+    }
+    world.end();
+}
+
+#[test]
+fn what_was_withdrawn_is_not_attached() {
+    let Some(mut world) = World::new() else { return };
+    let device = DeviceFd::open().unwrap();
+    let (new, mut helper) = candidate(&device, Area::new(2), Area::new(1));
+    let (answer, reply) = sync_channel(1);
+    let claim = Claim::default();
+    assert!(claim.take());
+    let new = Box::new(Prepared::open(new).unwrap());
+    assert!(world.mailbox.post(Mail::Attach { new, claim, answer }));
+    world.host.collect(Tick(0), &mut Vec::new());
+    assert!(reply.try_recv().is_err());
+    assert_eq!(world.host.state().procs.all().len(), 1);
+    helper.stop();
+    helper.reap(PATIENCE).unwrap();
     world.end();
 }
 
