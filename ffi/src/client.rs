@@ -382,6 +382,15 @@ impl Client {
         }
     }
 
+    /// To be called after the program has locked all its memory: where pages wait before they are parked must
+    /// not be locked, or what the program has locked would be parked all the same. Gives where that is.
+    ///
+    /// # Errors
+    /// `Inside`, in a signal handler that interrupts a call.
+    pub fn unlock_limbo(&self) -> Result<Option<Range<usize>>> {
+        Ok(self.enter()?.link.unlock_limbo())
+    }
+
     /// Starts to bring a range in.
     ///
     /// # Errors

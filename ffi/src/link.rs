@@ -19,6 +19,7 @@ use crate::space;
 use crate::status::{Error, Result, Status};
 use attach::{Attached, Greeted, Invitation, Joined};
 use std::io;
+use std::ops::Range;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -326,6 +327,11 @@ impl Link {
             // Limbo stays: pages may lie there. Whether the helper ends in time makes no difference.
             let _ended = attached.stop_helper();
         }
+    }
+
+    /// See [`Client::unlock_limbo`](crate::client::Client::unlock_limbo).
+    pub(crate) fn unlock_limbo(&self) -> Option<Range<usize>> {
+        self.attached.as_ref()?.unlock_limbo()
     }
 
     /// Before a fork: notes whether there is something that a child must not lose.

@@ -84,6 +84,14 @@ impl Reserved {
         }
     }
 
+    /// Undoes what a lock of all memory of the process did to it.
+    pub fn unlock(&self) {
+        // SAFETY: a lock changes no byte, and that of our own mapping is nobody else's business.
+        unsafe {
+            libc::munlock(self.start as *mut libc::c_void, self.len);
+        }
+    }
+
     /// Gives the range back. Nothing may point into it, and nothing of the daemon or the helper may
     /// be on its way to it.
     pub fn unmap(self) {

@@ -86,6 +86,30 @@ int main(void) {
     push_out();
     verify(block, bytes, 3, "after munlockall");
     verify(beside, bytes, 2, "after munlockall");
+    pressure_end();
+
+    /* Memory that is not managed is brought in, all of it, with the tables of the library; of managed memory what is
+     * touched, and it stays. */
+    unsigned char *native = mmap(NULL, 16 * 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(native != MAP_FAILED && absent_pages(native, 16 * 4096) == 16);
+    unsigned char *untouched = need(bytes);
+    size_t resident = resident_bytes();
+    CHECK(mlockall(MCL_CURRENT) == 0);
+    CHECK(absent_pages(native, 16 * 4096) == 0);
+    if (resident_bytes() - resident > 3 * bytes + (64 << 20))
+        FAIL("mlockall took %zu bytes of memory", resident_bytes() - resident);
+    verify(block, bytes, 3, "locked with everything");
+    unsigned char *pressure = need(4 * bytes);
+    CHECK(munlock(pressure, 4 * bytes) == 0);
+    fill(pressure, 4 * bytes, 4);
+    if (absent_pages(block, bytes) != 0)
+        FAIL("%zu pages of locked memory are not in memory", absent_pages(block, bytes));
+    verify(block, bytes, 3, "locked with everything");
+    verify(beside, bytes, 2, "locked with everything");
+    verify(pressure, 4 * bytes, 4, "beside everything that is locked");
+    CHECK(munlockall() == 0);
+    free(pressure);
+    free(untouched);
     free(block);
     free(beside);
     pressure_end();

@@ -350,6 +350,7 @@ fn only_malloc_the_guards_calls_on_memory_and_a_table_are_exported() {
         "memalign",
         "mlock",
         "mlock2",
+        "mlockall",
         "mmap",
         "mmap64",
         "mprotect",

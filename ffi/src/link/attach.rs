@@ -12,6 +12,7 @@ use crate::space::{self, Locking, Reserved};
 use crate::status::{Error, Result, Status};
 use std::io;
 use std::mem::ManuallyDrop;
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
@@ -54,6 +55,13 @@ impl Attached {
             let raised = sandbox::may(Deed::Join);
             self.arena = Some(if raised { Fd::new(arena) } else { Fd::list(arena) });
         }
+    }
+
+    /// After a lock of all memory. What is locked does not move, unless where it goes is locked too.
+    pub(super) fn unlock_limbo(&self) -> Option<Range<usize>> {
+        let limbo = self.limbo.as_ref()?;
+        limbo.unlock();
+        Some(limbo.start()..limbo.start() + limbo.bytes())
     }
 
     /// Ends the helper. False: it does not end in time, and may still move pages.

@@ -20,6 +20,7 @@
 //! | `mmap` with `MAP_FIXED`, anything else | natively, when the daemon has let the part go; it is not managed from then on, and retired when the block is freed |
 //! | `mremap` | a mapping grows in place, or its bytes are copied to another; those of a block are copied to a new native mapping, which is not managed unless `TIERMGR_MMAP` asks for it. The old part is as after `munmap`, or with `MREMAP_DONTUNMAP` empty |
 //! | `mprotect`, `pkey_mprotect`, `mlock`, `mlock2`, `munlock` | natively; undone when the block is freed |
+//! | `mlockall` | arenas as with `MCL_ONFAULT`, everything else natively (`lock_all`) |
 //!
 //! Nothing here allocates. A signal handler that interrupts this library's own work with the daemon gets
 //! `EAGAIN`.
@@ -29,6 +30,7 @@ mod advice;
 mod fresh;
 mod held;
 mod layout;
+mod lock_all;
 mod mend;
 mod native;
 mod remap;
@@ -390,6 +392,21 @@ pub(crate) unsafe extern "C" fn mlock2(address: usize, bytes: usize, flags: c_in
 }
 
 /// # Safety
+/// mlockall(2).
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
+    let before = errno::get();
+    give_int(
+        before,
+        match route::client() {
+            Some(client) if flags & libc::MCL_CURRENT != 0 => lock_all::lock_all(client, flags),
+            // SAFETY: same contract.
+            _ => unsafe { native::mlockall(flags) },
+        },
+    )
+}
+
+/// # Safety
 /// munlock(2).
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn munlock(address: usize, bytes: usize) -> c_int {
@@ -457,6 +474,8 @@ fn of_memory(number: c_long, [a, b, c, d, e, f]: [usize; 6]) -> Option<c_long> {
         libc::SYS_mlock => unsafe { mlock(a, b) }.into(),
         // SAFETY: as above.
         libc::SYS_mlock2 => unsafe { mlock2(a, b, int(c)) }.into(),
+        // SAFETY: as above.
+        libc::SYS_mlockall => unsafe { mlockall(int(a)) }.into(),
         // SAFETY: as above.
         libc::SYS_munlock => unsafe { munlock(a, b) }.into(),
         // SAFETY: as above.

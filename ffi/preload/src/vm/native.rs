@@ -118,6 +118,9 @@ native! {
     mlock2(address: usize, bytes: usize, flags: c_int)
         is unsafe extern "C" fn(usize, usize, c_int) -> c_int, MLOCK2 = c"mlock2",
         syscall3(mlock2, address, bytes, register(flags));
+    mlockall(flags: c_int)
+        is unsafe extern "C" fn(c_int) -> c_int, MLOCKALL = c"mlockall",
+        syscall1(mlockall, register(flags));
     munlock(address: usize, bytes: usize)
         is unsafe extern "C" fn(usize, usize) -> c_int, MUNLOCK = c"munlock",
         syscall2(munlock, address, bytes);
