@@ -156,10 +156,20 @@ enum Connection {
     /// The daemon is away. Not before `retry_ns` is it looked for again.
     Down {
         retry_ns: u64,
-        wait_ns: u64,
-        /// How long the last attempt took.
-        took_ns: u64,
     },
+}
+
+/// How often the daemon is looked for.
+#[derive(Clone, Copy, Debug)]
+struct Pace {
+    /// From the next attempt that fails to the one after it.
+    wait_ns: u64,
+    /// How long the last attempt took, whatever came of it.
+    took_ns: u64,
+}
+
+impl Pace {
+    const FIRST: Self = Self { wait_ns: RETRY_NS_MIN, took_ns: 0 };
 }
 
 /// A process' connection.
@@ -171,6 +181,7 @@ pub struct Link {
     family: u64,
     nonce_page: usize,
     connection: Connection,
+    pace: Pace,
     /// Makes userfaultfds that the daemon has no part in, by an ioctl: programs may be forbidden the system call.
     device: Fd,
     /// `None` in a forked child that could not attach yet, or was refused.
@@ -223,6 +234,7 @@ impl Link {
             family,
             nonce_page,
             connection: Connection::Up(connection?),
+            pace: Pace::FIRST,
             device: Fd::new(device),
             attached: Some(attached),
             was_armed: false,
@@ -319,7 +331,7 @@ impl Link {
     /// consent, or (`is_quiet` false) could not.
     pub fn end(&mut self, is_quiet: bool) {
         let _uncancelled = Uncancelled::new();
-        self.connection = Connection::Down { retry_ns: u64::MAX, wait_ns: 0, took_ns: 0 };
+        self.connection = Connection::Down { retry_ns: u64::MAX };
         let Some(mut attached) = self.attached.take() else { return };
         if is_quiet {
             attached.discard();
@@ -351,15 +363,13 @@ impl Link {
             inherited.leave();
         }
         self.guard = None;
-        self.connection = Connection::Down { retry_ns: 0, wait_ns: RETRY_NS_MIN, took_ns: 0 };
+        (self.connection, self.pace) = (Connection::Down { retry_ns: 0 }, Pace::FIRST);
         if !sandbox::may(Deed::Join) {
             return;
         }
         let give_up = monotonic_ns().saturating_add(nanoseconds(CHILD_WAIT));
         loop {
-            let began = monotonic_ns();
             let Err(error) = self.greet(CHILD_WAIT, ATTACH_WAIT) else { return };
-            self.back_off(began);
             if self.was_armed
                 && let Ok(Some(own)) = self.take_nonce_page()
             {
@@ -404,13 +414,13 @@ impl Link {
     }
 
     fn reconnect(&mut self, patience: Patience, give_up: u64) -> Result<()> {
-        let Connection::Down { retry_ns, took_ns, .. } = self.connection else { return Ok(()) };
+        let Connection::Down { retry_ns } = self.connection else { return Ok(()) };
         if !sandbox::may(Deed::Reconnect) {
             return Err(FILTERED);
         }
         let now = monotonic_ns();
         if patience == Patience::Brief
-            && now < retry_ns.saturating_add(took_ns.saturating_mul(BRIEF_PAUSES))
+            && now < retry_ns.saturating_add(self.pace.took_ns.saturating_mul(BRIEF_PAUSES))
         {
             return Err(Error::new(Status::ConnectionLost, "the daemon is away"));
         }
@@ -431,8 +441,7 @@ impl Link {
             Patience::Brief if self.attached.is_some() => BRIEF_GREETING,
             _ => CHILD_WAIT,
         };
-        let began = monotonic_ns();
-        self.greet(wait, CHILD_WAIT).inspect_err(|_| self.back_off(began)).or_else(|error| {
+        self.greet(wait, CHILD_WAIT).or_else(|error| {
             if patience == Patience::Restart && monotonic_ns() < give_up {
                 Ok(())
             } else {
@@ -443,6 +452,13 @@ impl Link {
 
     /// One attempt to be the daemon's client (again). It may end with the answer to an `Attach` still owed.
     fn greet(&mut self, wait: Duration, attach_wait: Duration) -> Result<()> {
+        let began = monotonic_ns();
+        let outcome = self.try_greet(wait, attach_wait);
+        self.pace.took_ns = monotonic_ns().saturating_sub(began);
+        outcome.inspect_err(|_| self.back_off())
+    }
+
+    fn try_greet(&mut self, wait: Duration, attach_wait: Duration) -> Result<()> {
         if self.attached.is_none() && !sandbox::may(Deed::Join) {
             return Err(FILTERED);
         }
@@ -508,7 +524,7 @@ impl Link {
                 }
             }
             (Owed::Attached, Ok((FromDaemon::Error { code, message }, _))) => {
-                self.lost();
+                self.back_off();
                 if let Some(refused) = self.attached.take()
                     && sandbox::may(Deed::Join)
                 {
@@ -516,23 +532,22 @@ impl Link {
                 }
                 return Err(Error::because(code.into(), message));
             }
+            (Owed::Attached, _) => self.back_off(),
             _ => self.lost(),
         }
         Ok(())
     }
 
+    /// A connection that was good has ended.
     fn lost(&mut self) {
-        let retry_ns = monotonic_ns() + RETRY_NS_MIN;
-        self.connection = Connection::Down { retry_ns, wait_ns: RETRY_NS_MIN, took_ns: 0 };
+        self.pace = Pace::FIRST;
+        self.connection = Connection::Down { retry_ns: monotonic_ns() + RETRY_NS_MIN };
     }
 
-    fn back_off(&mut self, began: u64) {
-        if let Connection::Down { retry_ns, wait_ns, took_ns } = &mut self.connection {
-            let now = monotonic_ns();
-            *took_ns = now.saturating_sub(began);
-            *retry_ns = now + *wait_ns;
-            *wait_ns = (*wait_ns * 2).min(RETRY_NS_MAX);
-        }
+    /// An attempt has failed, be it that its end was learnt late.
+    fn back_off(&mut self) {
+        self.connection = Connection::Down { retry_ns: monotonic_ns() + self.pace.wait_ns };
+        self.pace.wait_ns = (self.pace.wait_ns * 2).min(RETRY_NS_MAX);
     }
 }
 

@@ -244,6 +244,55 @@ fn a_refused_attach_leaves_nothing_behind() {
     assert_eq!((outcomes, states), (vec![false, true], vec![GONE, KEPT]));
 }
 
+/// How often the attach of a child is sent, and how long it stands in calls of `free` that have to tell the daemon
+/// of something, until `seconds` after its fork.
+fn free_in_child(name: &str, acts: &[OnAttach], seconds: u64) -> Option<(usize, Duration)> {
+    const MUCH: usize = 100 << 20;
+    let daemon = Scripted::new(name)?;
+    let client = daemon.client();
+    let much = client.allocate(MUCH, 4096).expect("a block").address;
+    daemon.book.on_attach(acts.iter().copied());
+    let (told, tell) = Stream::pair().expect("a socket");
+    let status = in_child(|| {
+        // SAFETY: no preconditions; this one takes its time.
+        unsafe { libc::alarm(30) };
+        let until = Instant::now() + Duration::from_secs(seconds);
+        let (mut block, mut stood) = (much, Duration::ZERO);
+        while Instant::now() < until {
+            let began = Instant::now();
+            if client.free(block).is_err() {
+                return 1;
+            }
+            stood += began.elapsed();
+            thread::sleep(Duration::from_millis(20));
+            let Ok(small) = client.allocate(4096, 4096) else { return 2 };
+            block = small.address;
+        }
+        let stood = u64::try_from(stood.as_millis()).unwrap_or(u64::MAX);
+        i32::from(tell.send_with_fds(&stood.to_ne_bytes(), &[]).is_err())
+    });
+    assert_eq!(status, 0, "{status:#x}");
+    let mut packet = [0; 8];
+    told.recv_with_fds(&mut packet).expect("the child has told");
+    let sent = attaches(&daemon.book).len() - 1;
+    client.disconnect().expect("quiet");
+    Some((sent, Duration::from_millis(u64::from_ne_bytes(packet))))
+}
+
+#[test]
+fn free_pauses_after_an_attach_that_was_refused_late() {
+    // The second one is sent by `free`, which waits two seconds for it.
+    let acts = [OnAttach::Refuse, OnAttach::RefuseLate, OnAttach::RefuseLate];
+    let Some((sent, stood)) = free_in_child("late-refusals", &acts, 9) else { return };
+    assert_eq!(sent, 2, "{stood:?}");
+    assert!(stood < Duration::from_secs(4), "{stood:?}");
+    // The fork has waited for this one, for longer yet.
+    let acts = [OnAttach::RefuseLate, OnAttach::RefuseLate];
+    let Some((sent, stood)) = free_in_child("late-at-fork", &acts, 4) else { return };
+    assert_eq!(sent, 1, "{stood:?}");
+    assert!(stood < Duration::from_secs(2), "{stood:?}");
+}
+
 #[test]
 fn a_program_whose_first_attach_was_not_answered_is_served_by_it() {
     let Some(daemon) = Scripted::new("first-untold") else { return };
