@@ -507,6 +507,13 @@ impl Client {
     }
 }
 
+impl Drop for Client {
+    /// One that was never disconnected may be followed yet.
+    fn drop(&mut self) {
+        fork::forget(self);
+    }
+}
+
 impl Source for Client {
     fn add_arena(&self, bytes: usize) -> Result<usize> {
         let region = self.create_region(bytes, Kind::Heap, "arena")?;

@@ -77,8 +77,8 @@ pub(crate) fn forget(client: &Client) {
 fn followed() -> impl Iterator<Item = &'static Client> {
     FOLLOWED.iter().filter_map(|slot| {
         let client = slot.load(Ordering::Acquire);
-        // SAFETY: entries are live clients: `disconnect` takes its client off the list before it
-        // ends, and by contract no other thread is in the library, fork included, while it runs.
+        // SAFETY: entries are live clients: one that ends or is dropped is taken off the list before,
+        // and by contract no other thread is in the library, fork included, meanwhile.
         unsafe { client.as_ref() }
     })
 }

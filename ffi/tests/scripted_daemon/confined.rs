@@ -23,10 +23,14 @@ fn forbid_connect() -> bool {
         step(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ALLOW, 0),
     ];
     let program = libc::sock_fprog { len: 4, filter: steps.as_mut_ptr() };
-    // SAFETY: the filter outlives the calls.
-    let installed = sandbox::around(Filter::Program(&steps), || unsafe {
-        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
-        libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program).into()
+    // SAFETY: plain numbers.
+    if unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) } != 0 {
+        return false;
+    }
+    let mode = libc::SECCOMP_MODE_FILTER;
+    let installed = sandbox::around(Filter::Program(&steps), || {
+        // SAFETY: the filter outlives the call.
+        unsafe { libc::prctl(libc::PR_SET_SECCOMP, mode, &raw const program).into() }
     });
     installed == 0
 }
@@ -47,4 +51,5 @@ fn a_lost_connection_is_not_made_again_where_that_would_end_the_program() {
         i32::from(!is_ready || refused.contains(&false))
     });
     assert_eq!(status, 0, "{status:#x}");
+    client.disconnect().expect("quiet");
 }

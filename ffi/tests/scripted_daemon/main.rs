@@ -19,6 +19,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 use tiermgr::client::Client;
+use tiermgr::fork::CLIENTS_MAX;
 use tiermgr::link::{Class, Config};
 use tiermgr::status::Status;
 use tiermgr_sys::ring::RingOwner;
@@ -459,6 +460,16 @@ fn a_forked_child_joins_the_family_on_its_own_connection() {
     assert_eq!(daemon.book.seen(says_child), 2);
     assert_eq!(daemon.book.seen(|message| matches!(message, ToDaemon::Attach(_))), 3);
     client.disconnect().expect("quiet");
+}
+
+#[test]
+fn a_client_that_was_dropped_is_not_followed_across_forks() {
+    let Some(daemon) = Scripted::new("dropped-client") else { return };
+    for _ in 0..=CLIENTS_MAX {
+        drop(daemon.client());
+    }
+    assert_eq!(in_child(|| 0), 0);
+    assert_eq!(daemon.book.seen(says_child), 0);
 }
 
 #[test]
