@@ -58,6 +58,9 @@ const RETRY_NS_MAX: u64 = 1_000_000_000;
 /// The same for a program that has no memory with the daemon yet.
 const RETRY_NS_MAX_FIRST: u64 = 100_000_000;
 
+/// Of so many attaches whose outcome was never told everything is kept; of those before them, limbo only.
+const EARLIER_MAX: usize = 16;
+
 /// Whom to connect to, and as what.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -186,6 +189,9 @@ pub struct Link {
     device: Fd,
     /// `None` in a forked child that could not attach yet, or was refused.
     attached: Option<Attached>,
+    /// Of a child that had to attach again: the daemon may come to serve it by one of these, the oldest first, until
+    /// it has said that it does by `attached`.
+    earlier: Vec<Attached>,
     /// Whether our memory was armed when this process, or its parent, was last about to fork.
     was_armed: bool,
     /// In a child that nobody serves, and nobody ever will: see [`Link::guard`].
@@ -237,6 +243,7 @@ impl Link {
             pace: Pace::FIRST,
             device: Fd::new(device),
             attached: Some(attached),
+            earlier: Vec::new(),
             was_armed: false,
             guard: None,
             packet,
@@ -332,17 +339,21 @@ impl Link {
     pub fn end(&mut self, is_quiet: bool) {
         let _uncancelled = Uncancelled::new();
         self.connection = Connection::Down { retry_ns: u64::MAX };
-        let Some(mut attached) = self.attached.take() else { return };
-        if is_quiet {
-            attached.discard();
-        } else {
-            // Limbo stays: pages may lie there. Whether the helper ends in time makes no difference.
-            let _ended = attached.stop_helper();
+        for mut attached in self.attached.take().into_iter().chain(self.earlier.drain(..)) {
+            if is_quiet {
+                attached.discard();
+            } else {
+                // Limbo stays: pages may lie there. Whether the helper ends in time makes no difference.
+                let _ended = attached.stop_helper();
+            }
         }
     }
 
     /// See [`Client::unlock_limbo`](crate::client::Client::unlock_limbo).
     pub(crate) fn unlock_limbo(&self) -> Option<Range<usize>> {
+        for earlier in &self.earlier {
+            let _range = earlier.unlock_limbo();
+        }
         self.attached.as_ref()?.unlock_limbo()
     }
 
@@ -359,7 +370,7 @@ impl Link {
     pub(crate) fn join_family_after_fork(&mut self, regions: impl Iterator<Item = (usize, usize)>) {
         let _uncancelled = Uncancelled::new();
         self.pid = fds::settle();
-        if let Some(inherited) = self.attached.take() {
+        for inherited in self.attached.take().into_iter().chain(self.earlier.drain(..)) {
             inherited.leave();
         }
         self.guard = None;
@@ -488,26 +499,36 @@ impl Link {
         if !sandbox::may(Deed::Join) {
             return Err(FILTERED);
         }
-        let mut earlier = self.attached.take();
-        if let Some(earlier) = &mut earlier {
+        if let Some(mut earlier) = self.attached.take() {
             // A connection that was cut off here may go on there for a moment. Without a helper nothing is
             // moved any more, whatever comes of it; what is in limbo already is kept.
             let _ended = earlier.stop_helper();
+            if self.earlier.len() == EARLIER_MAX {
+                drop(self.earlier.remove(0));
+            }
+            self.earlier.push(earlier);
         }
         match attach::attach(invitation, true, self.nonce_page, wait, &mut self.packet) {
             Ok(Joined { connection, attached, .. }) => {
-                // The daemon serves a child by one attach only.
-                if let Some(earlier) = earlier.filter(|_| attached.is_confirmed()) {
-                    earlier.discard();
-                }
+                let is_confirmed = attached.is_confirmed();
                 self.attached = Some(attached);
+                if is_confirmed {
+                    self.discard_earlier();
+                }
                 self.connection = Connection::Up(connection?);
                 Ok(())
             }
             Err(error) => {
-                self.attached = earlier;
+                self.attached = self.earlier.pop();
                 Err(error)
             }
+        }
+    }
+
+    /// Once the last attach is answered: the daemon serves a child by one only.
+    fn discard_earlier(&mut self) {
+        if sandbox::may(Deed::Join) {
+            self.earlier.drain(..).for_each(Attached::discard);
         }
     }
 
@@ -521,11 +542,12 @@ impl Link {
             (Owed::Attached, Ok((FromDaemon::Attached, given))) => {
                 if let Some(attached) = &mut self.attached {
                     attached.confirm(given);
+                    self.discard_earlier();
                 }
             }
             (Owed::Attached, Ok((FromDaemon::Error { code, message }, _))) => {
                 self.back_off();
-                if let Some(refused) = self.attached.take()
+                if let Some(refused) = std::mem::replace(&mut self.attached, self.earlier.pop())
                     && sandbox::may(Deed::Join)
                 {
                     refused.discard();

@@ -37,6 +37,8 @@ pub(crate) enum OnAttach {
     RefuseLate,
     /// It is served, by an attach before this one, and this one is refused.
     ServeByEarlier,
+    /// The same, after more than a request waits for.
+    ServeByEarlierLate,
 }
 
 impl OnAttach {
@@ -51,6 +53,9 @@ impl OnAttach {
         let serve = || book.served.lock().expect("not poisoned").insert(peer);
         if matches!(self, Self::ServeLate | Self::RefuseLate) {
             thread::sleep(LATE);
+        }
+        if self == Self::ServeByEarlierLate {
+            thread::sleep(Duration::from_secs(3));
         }
         match self {
             Self::Serve | Self::ServeLate => {
@@ -71,7 +76,7 @@ impl OnAttach {
                 book.behave(Manner::ClosesAtOnce);
                 return false;
             }
-            Self::ServeByEarlier => {
+            Self::ServeByEarlier | Self::ServeByEarlierLate => {
                 serve();
                 say(stream, &refusal(ErrorCode::NotPermitted));
             }
@@ -222,8 +227,8 @@ fn a_child_that_the_daemon_did_not_come_to_serve_attaches_anew() {
     let acts = [OnAttach::Close, OnAttach::Close];
     let Some((book, outcomes, states)) = child_with("anew", &acts, 2) else { return };
     assert_eq!(outcomes, [true, true]);
-    // An attach that was not refused is let go once another one is answered, those before it never.
-    assert_eq!(states, [HELD, GONE, KEPT]);
+    // Attaches that were not refused are let go once another one is answered.
+    assert_eq!(states, [GONE, GONE, KEPT]);
     assert_eq!(book.seen(says_child), 3);
 }
 
@@ -232,6 +237,17 @@ fn an_attach_that_the_daemon_completes_after_another_greeting_holds() {
     let acts = [OnAttach::Close, OnAttach::ServeByEarlier];
     let Some((_, outcomes, states)) = child_with("overtaken", &acts, 2) else { return };
     assert_eq!((outcomes.last(), states), (Some(&true), vec![HELD, GONE]));
+}
+
+#[test]
+fn an_attach_that_the_daemon_serves_by_outlives_one_that_is_refused_late() {
+    let acts = [OnAttach::Close, OnAttach::ServeByEarlierLate];
+    let Some((_, outcomes, states)) = child_with("late-overtaken", &acts, 2) else { return };
+    assert_eq!((outcomes, states), (vec![false, true], vec![HELD, GONE]));
+    // As many as it takes: the daemon serves by the first.
+    let acts = [OnAttach::Close, OnAttach::Close, OnAttach::ServeByEarlierLate];
+    let Some((_, outcomes, states)) = child_with("twice-overtaken", &acts, 2) else { return };
+    assert_eq!((outcomes, states), (vec![false, true], vec![HELD, HELD, GONE]));
 }
 
 #[test]
