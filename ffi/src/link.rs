@@ -483,7 +483,7 @@ impl Link {
                 Ok(())
             }
             (Greeted::Invited(invitation), attached)
-                if attached.as_ref().is_none_or(|attached| !attached.is_confirmed()) =>
+                if attached.as_ref().is_none_or(Attached::may_be_replaced) =>
             {
                 self.attach(invitation, attach_wait)
             }
@@ -641,7 +641,10 @@ fn begin(
         pause(&mut pause_ns);
         let role = Role::ForkedChild { family: joined.family, lacks_arena: false };
         joined.connection = match attach::greet(&config.socket, role, HANDSHAKE_WAIT, packet) {
-            Ok(Greeted::Known(stream, _)) => Session::new(stream, Owed::Nothing),
+            Ok(Greeted::Known(stream, given)) => {
+                joined.attached.confirm(given);
+                Session::new(stream, Owed::Nothing)
+            }
             Ok(Greeted::Invited(_)) => break,
             Err(error) if error.status == Status::NotPermitted => break,
             Err(error) => Err(error),

@@ -43,6 +43,11 @@ impl Attached {
         self.is_confirmed
     }
 
+    /// By an attach as a child: it was not confirmed, and holds no userfaultfd of the arenas.
+    pub(super) const fn may_be_replaced(&self) -> bool {
+        !self.is_confirmed && self.arena.is_none()
+    }
+
     pub(super) fn lacks_arena(&self) -> bool {
         !self.arena.as_ref().is_some_and(Fd::is_intact)
     }

@@ -317,6 +317,15 @@ fn a_program_whose_first_attach_was_not_answered_is_served_by_it() {
     let block = client.allocate(1 << 20, 4096).expect("a block");
     client.prefetch(block.address, 4096).expect("served");
     assert_eq!(attaches(&daemon.book).len(), 1);
+
+    // It is no child, whatever a daemon says of it later.
+    let own = std::process::id().cast_signed();
+    *daemon.book.served.lock().expect("not poisoned") = [0].into();
+    daemon.book.vanish();
+    client.prefetch(block.address, 4096).expect_err("unknown");
+    assert_eq!(attaches(&daemon.book).len(), 1);
+    daemon.book.served.lock().expect("not poisoned").insert(own);
+    client.prefetch(block.address, 4096).expect("served");
     client.disconnect().expect("quiet");
 }
 
