@@ -21,6 +21,7 @@ use tiermgr_core::event::Request;
 use tiermgr_core::units::{Addr, ProcId, Span};
 use tiermgr_engine::error::EngineError;
 use tiermgr_engine::executor::NewProcess;
+use tiermgr_sys::helper::SERVE_WAIT;
 use tiermgr_sys::memory::read_present;
 use tiermgr_sys::nowait::make_nonblocking;
 use tiermgr_sys::ring::RingOwner;
@@ -32,8 +33,10 @@ use tiermgr_wire::reply::{ErrorCode, FromDaemon};
 use tiermgr_wire::size::Size;
 use tiermgr_wire::{PACKET_BYTES_MAX, chain};
 
-/// A peer that has not come as far as it must by then is sent away.
-const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// A peer that has not come as far as it must by then is sent away. Clients of ours take ten seconds at most to be
+/// greeted, two until there is a process for the helper, and then wait for that.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(30);
+const _: () = assert!(HANDSHAKE_TIMEOUT.as_secs() > 10 + 2 + SERVE_WAIT.as_secs());
 /// A peer that does not take an answer for so long is sent away.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long a helper may take to be found among the children of its program.

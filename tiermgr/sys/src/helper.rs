@@ -41,8 +41,9 @@ const FDS_MAX: usize = 4 + HOLD_MAX;
 /// Above every number that the descriptors end at, and below every sensible RLIMIT_NOFILE.
 const FD_PARKING: usize = 32;
 const STACK_BYTES: usize = 64 * 1024;
-/// As long as a daemon waits for the handshake: on a busy machine a new process gets its turn late.
-const SERVE_WAIT: Duration = Duration::from_secs(10);
+/// How long [`spawn`] waits for the helper: on a busy machine a new process gets its turn late. A daemon waits longer
+/// for the handshake that this is a part of.
+pub const SERVE_WAIT: Duration = Duration::from_secs(10);
 const NAME: &std::ffi::CStr = c"tiermgr-helper";
 
 const _: () = assert!(FD_HOLD.unsigned_abs() as usize + HOLD_MAX <= FD_PARKING);
