@@ -31,9 +31,9 @@
  *
  * fork(): the child has a copy of all memory, as always. A client stays usable in the child, which
  * joins the parent's family: they share one limit. Leases are the parent's alone. fork() waits for
- * calls of other threads that are under way, up to two seconds for the daemon, and on a machine that
- * is overloaded up to ten until the child's helper gets its turn. vfork() and posix_spawn() are not
- * affected. The child of a raw clone() can use the memory but not the client.
+ * calls of other threads that are under way, up to two seconds until the daemon greets and five until
+ * it answers, and on a machine that is overloaded up to twelve until the child's helper runs. vfork()
+ * and posix_spawn() are not affected. The child of a raw clone() can use the memory but not the client.
  *
  * SPDX-License-Identifier: MIT OR Apache-2.0
  */
@@ -118,7 +118,8 @@ typedef struct tiermgr_client_options {
 
 /* Connects this process to the daemon. Starts one small process, "tiermgr-helper", which ends with
  * this one and which wait() never sees. `options` may be NULL.
- * blocks: until the daemon has answered, at most some ten seconds.
+ * blocks: until the daemon has answered, at most some ten seconds; on a machine that is overloaded,
+ * where the helper has to wait for its turn, up to half a minute.
  * errors: INVALID_ARGUMENT (a bad option), UNSUPPORTED (an option of a later version, or this
  * machine), NO_DAEMON, VERSION, NOT_PERMITTED, NO_ROOM, TOO_MANY_CLIENTS, NO_MEMORY. */
 TIERMGR_API tiermgr_status tiermgr_connect(const tiermgr_client_options *options,
@@ -200,9 +201,9 @@ TIERMGR_API tiermgr_status tiermgr_alloc_zeroed(tiermgr_client *client, size_t b
 /* Frees an allocation. `address` may be NULL: nothing happens. Freed bytes are kept for the next
  * allocation up to a limit; beyond it the daemon is told to forget them, and until it has confirmed
  * that they are given to nobody.
- * blocks: a quarter of a second where the daemon waits for a device, once for each such wait; up to
- * two seconds, at most every twenty, in a forked child that the daemon has not served yet. Never
- * for calls of other threads.
+ * blocks: a quarter of a second where the daemon waits for a device, once for each such wait. In a
+ * forked child that the daemon has not served yet, up to two seconds, and as in fork() until its helper
+ * runs; then ten times as long not again. Never for calls of other threads.
  * errors: INVALID_ARGUMENT (not the address of a live allocation of this client). */
 TIERMGR_API tiermgr_status tiermgr_free(tiermgr_client *client, void *address);
 

@@ -23,7 +23,7 @@ use std::ops::Range;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use talk::{readable, receive, send};
+use talk::{Limit, left, readable, receive, send};
 use tiermgr_sys::process::monotonic_ns;
 use tiermgr_sys::sock::Stream;
 use tiermgr_sys::uffd::{self, Mode, Uffd};
@@ -39,8 +39,11 @@ const DEFAULT_SOCKET: &str = "/run/tiermgr/tiermgrd.sock";
 const PACKET_BYTES: usize = 8 << 10;
 /// A daemon that does not greet within this is as good as none.
 const HANDSHAKE_WAIT: Duration = Duration::from_secs(10);
-/// How long a forked child waits to be greeted before it goes on without a helper.
+/// How long a forked child waits to be greeted before it goes on without a helper; also how long its later attempts to
+/// attach take, but for the start of the helper.
 const CHILD_WAIT: Duration = Duration::from_secs(2);
+/// Each greeting is waited for so long, however late it is asked for.
+const GREETING_MIN: Duration = BRIEF_GREETING;
 /// How long it then waits for the answer to its `Attach`: longer than the daemon looks for the helper and for
 /// the child, two seconds each.
 const ATTACH_WAIT: Duration = Duration::from_secs(5);
@@ -219,9 +222,10 @@ impl Link {
         let mut packet = vec![0_u8; PACKET_BYTES].into_boxed_slice();
         let mut nonce_page = new_nonce_page()?;
         let give_up = monotonic_ns().saturating_add(nanoseconds(RESTART_WAIT));
+        let limit = Limit::new(HANDSHAKE_WAIT, HANDSHAKE_WAIT);
         let mut pause_ns = RETRY_NS_MIN;
         let Joined { connection, family, attached, device } = loop {
-            match begin(&config, nonce_page, give_up, &mut packet) {
+            match begin(&config, nonce_page, give_up, limit, &mut packet) {
                 Ok(Some(joined)) => break joined,
                 // The daemon has used it.
                 Ok(None) => nonce_page = new_nonce_page()?,
@@ -380,7 +384,8 @@ impl Link {
         }
         let give_up = monotonic_ns().saturating_add(nanoseconds(CHILD_WAIT));
         loop {
-            let Err(error) = self.greet(CHILD_WAIT, ATTACH_WAIT) else { return };
+            let limit = Limit::new(left(give_up), ATTACH_WAIT);
+            let Err(error) = self.greet(limit) else { return };
             if self.was_armed
                 && let Ok(Some(own)) = self.take_nonce_page()
             {
@@ -450,9 +455,10 @@ impl Link {
         // One that is to attach gets its time, whoever asks.
         let wait = match patience {
             Patience::Brief if self.attached.is_some() => BRIEF_GREETING,
-            _ => CHILD_WAIT,
+            Patience::Brief => CHILD_WAIT,
+            Patience::Restart => left(give_up),
         };
-        self.greet(wait, CHILD_WAIT).or_else(|error| {
+        self.greet(Limit::new(wait, Duration::ZERO)).or_else(|error| {
             if patience == Patience::Restart && monotonic_ns() < give_up {
                 Ok(())
             } else {
@@ -462,20 +468,20 @@ impl Link {
     }
 
     /// One attempt to be the daemon's client (again). It may end with the answer to an `Attach` still owed.
-    fn greet(&mut self, wait: Duration, attach_wait: Duration) -> Result<()> {
+    fn greet(&mut self, limit: Limit) -> Result<()> {
         let began = monotonic_ns();
-        let outcome = self.try_greet(wait, attach_wait);
+        let outcome = self.try_greet(limit);
         self.pace.took_ns = monotonic_ns().saturating_sub(began);
         outcome.inspect_err(|_| self.back_off())
     }
 
-    fn try_greet(&mut self, wait: Duration, attach_wait: Duration) -> Result<()> {
+    fn try_greet(&mut self, limit: Limit) -> Result<()> {
         if self.attached.is_none() && !sandbox::may(Deed::Join) {
             return Err(FILTERED);
         }
         let lacks_arena = self.attached.as_ref().is_none_or(Attached::lacks_arena);
         let role = Role::ForkedChild { family: self.family, lacks_arena };
-        let greeted = attach::greet(&self.config.socket, role, wait, &mut self.packet)?;
+        let greeted = attach::greet(&self.config.socket, role, limit, &mut self.packet)?;
         match (greeted, &mut self.attached) {
             (Greeted::Known(stream, given), Some(attached)) => {
                 attached.confirm(given);
@@ -485,7 +491,7 @@ impl Link {
             (Greeted::Invited(invitation), attached)
                 if attached.as_ref().is_none_or(Attached::may_be_replaced) =>
             {
-                self.attach(invitation, attach_wait)
+                self.attach(invitation, limit)
             }
             _ => Err(Error::new(
                 Status::Protocol,
@@ -495,7 +501,7 @@ impl Link {
     }
 
     /// In a forked child that the daemon does not serve: attaches, perhaps not for the first time.
-    fn attach(&mut self, invitation: Invitation, wait: Duration) -> Result<()> {
+    fn attach(&mut self, invitation: Invitation, limit: Limit) -> Result<()> {
         if !sandbox::may(Deed::Join) {
             return Err(FILTERED);
         }
@@ -508,7 +514,7 @@ impl Link {
             }
             self.earlier.push(earlier);
         }
-        match attach::attach(invitation, true, self.nonce_page, wait, &mut self.packet) {
+        match attach::attach(invitation, true, self.nonce_page, limit, &mut self.packet) {
             Ok(Joined { connection, attached, .. }) => {
                 let is_confirmed = attached.is_confirmed();
                 self.attached = Some(attached);
@@ -615,14 +621,14 @@ fn begin(
     config: &Config,
     nonce_page: usize,
     give_up: u64,
+    limit: Limit,
     packet: &mut [u8],
 ) -> Result<Option<Joined>> {
     let role = Role::Client { name: config.name.clone(), class: config.class };
-    let Greeted::Invited(invitation) = attach::greet(&config.socket, role, HANDSHAKE_WAIT, packet)?
-    else {
+    let Greeted::Invited(invitation) = attach::greet(&config.socket, role, limit, packet)? else {
         return Err(Error::new(Status::Protocol, "the daemon takes this program for another"));
     };
-    let mut joined = attach::attach(invitation, false, nonce_page, HANDSHAKE_WAIT, packet)?;
+    let mut joined = attach::attach(invitation, false, nonce_page, limit, packet)?;
     let mut pause_ns = RETRY_NS_MIN;
     loop {
         let error = match &joined.connection {
@@ -640,7 +646,7 @@ fn begin(
         }
         pause(&mut pause_ns);
         let role = Role::ForkedChild { family: joined.family, lacks_arena: false };
-        joined.connection = match attach::greet(&config.socket, role, HANDSHAKE_WAIT, packet) {
+        joined.connection = match attach::greet(&config.socket, role, limit, packet) {
             Ok(Greeted::Known(stream, given)) => {
                 joined.attached.confirm(given);
                 Session::new(stream, Owed::Nothing)

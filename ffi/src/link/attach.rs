@@ -4,7 +4,7 @@
 //! answer comes. Only an error in answer says that it does not and will not; everything else leaves helper
 //! and limbo as they are, and the next greeting tells.
 
-use super::talk::{open, readable, receive, send, unexpected};
+use super::talk::{Limit, open, readable, receive, send, unexpected};
 use super::{Owed, RESTART_WAIT, RETRY_NS_MIN, Session, nanoseconds};
 use crate::fds::Fd;
 use crate::sandbox::{self, Deed};
@@ -114,13 +114,8 @@ pub(super) enum Greeted {
 }
 
 /// Says hello.
-pub(super) fn greet(
-    socket: &Path,
-    role: Role,
-    wait: Duration,
-    packet: &mut [u8],
-) -> Result<Greeted> {
-    let stream = open(socket, wait)?;
+pub(super) fn greet(socket: &Path, role: Role, limit: Limit, packet: &mut [u8]) -> Result<Greeted> {
+    let stream = open(socket, limit.for_greeting())?;
     let hello = ToDaemon::Hello(Hello { version: tiermgr_wire::VERSION, role });
     send(&stream, &hello, &[], packet)?;
     match receive(&stream, packet)? {
@@ -149,7 +144,7 @@ pub(super) fn attach(
     invitation: Invitation,
     is_child: bool,
     nonce_page: usize,
-    wait: Duration,
+    limit: Limit,
     packet: &mut [u8],
 ) -> Result<Joined> {
     let Invitation { stream, welcome, given } = invitation;
@@ -198,7 +193,7 @@ pub(super) fn attach(
         attached.discard();
         return Err(error);
     }
-    let connection = if readable(&stream, wait) {
+    let connection = if readable(&stream, limit.for_answer()) {
         match receive(&stream, packet) {
             Ok((FromDaemon::Attached, given)) if given.len() == usize::from(is_child) => {
                 attached.confirm(given);

@@ -1,6 +1,6 @@
 //! Packets to and from the daemon.
 
-use super::nanoseconds;
+use super::{GREETING_MIN, nanoseconds};
 use crate::status::{Error, Result, Status, remedy};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -10,6 +10,33 @@ use tiermgr_sys::process::monotonic_ns;
 use tiermgr_sys::sock::Stream;
 use tiermgr_wire::reply::FromDaemon;
 use tiermgr_wire::request::ToDaemon;
+
+/// How long an attempt waits for the daemon, from its greeting to its answer to an `Attach`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limit {
+    by_ns: u64,
+    /// For that answer it waits so long in any case, after a helper has taken its time to start.
+    answer: Duration,
+}
+
+impl Limit {
+    pub(super) fn new(whole: Duration, answer: Duration) -> Self {
+        Self { by_ns: monotonic_ns().saturating_add(nanoseconds(whole)), answer }
+    }
+
+    pub(super) fn for_greeting(self) -> Duration {
+        left(self.by_ns)
+    }
+
+    pub(super) fn for_answer(self) -> Duration {
+        left(self.by_ns).max(self.answer)
+    }
+}
+
+/// From now until then.
+pub(super) fn left(by_ns: u64) -> Duration {
+    Duration::from_nanos(by_ns.saturating_sub(monotonic_ns()))
+}
 
 pub(super) fn open(socket: &Path, wait: Duration) -> Result<Stream> {
     let stream = Stream::connect(socket).map_err(|error| {
@@ -29,6 +56,8 @@ pub(super) fn open(socket: &Path, wait: Duration) -> Result<Stream> {
             format!("connecting to {}: {cause} ({error}{})", socket.display(), remedy(&error));
         Error::because(status, text)
     })?;
+    // None at all would be no limit.
+    let wait = wait.max(GREETING_MIN);
     stream
         .set_recv_timeout(Some(wait))
         .and_then(|()| stream.set_send_timeout(Some(wait)))

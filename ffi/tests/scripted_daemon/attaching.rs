@@ -1,7 +1,9 @@
 //! Attaches that the daemon answers late, or not at all, may have been carried out: limbo stays where it is,
 //! and a helper at its side, until the daemon has said that it does not serve the process by them.
 
-use super::{Act, Book, FAMILY, Manner, Scripted, in_child, refusal, say, say_with, says_child};
+use super::{
+    Act, Book, FAMILY, GREETED_LATE, Manner, Scripted, in_child, refusal, say, say_with, says_child,
+};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::thread;
@@ -33,6 +35,8 @@ pub(crate) enum OnAttach {
     CloseForGood,
     /// An error.
     Refuse,
+    /// The same, and from then on greetings take their time.
+    RefuseAndSlowDown,
     /// The same, after a while.
     RefuseLate,
     /// It is served, by an attach before this one, and this one is refused.
@@ -79,6 +83,10 @@ impl OnAttach {
             Self::ServeByEarlier | Self::ServeByEarlierLate => {
                 serve();
                 say(stream, &refusal(ErrorCode::NotPermitted));
+            }
+            Self::RefuseAndSlowDown => {
+                book.behave(Manner::GreetsLate);
+                say(stream, &refusal(ErrorCode::NoRoom));
             }
             Self::Refuse | Self::RefuseLate => say(stream, &refusal(ErrorCode::NoRoom)),
         }
@@ -307,6 +315,14 @@ fn free_pauses_after_an_attach_that_was_refused_late() {
     let Some((sent, stood)) = free_in_child("late-at-fork", &acts, 4) else { return };
     assert_eq!(sent, 1, "{stood:?}");
     assert!(stood < Duration::from_secs(2), "{stood:?}");
+}
+
+#[test]
+fn free_waits_two_seconds_for_greeting_and_answer_together() {
+    let acts = [OnAttach::RefuseAndSlowDown, OnAttach::RefuseLate];
+    let Some((sent, stood)) = free_in_child("slow-greeting", &acts, 5) else { return };
+    assert_eq!(sent, 2, "{stood:?}");
+    assert!(stood < GREETED_LATE + Duration::from_millis(1900), "{stood:?}");
 }
 
 #[test]

@@ -42,9 +42,12 @@ enum Manner {
     OddLimbo,
     ClosesAtOnce,
     SaysNothing,
+    GreetsLate,
 }
 
-const MANNERS: [Manner; 7] = [
+const GREETED_LATE: Duration = Duration::from_millis(1500);
+
+const MANNERS: [Manner; 8] = [
     Manner::Polite,
     Manner::Refuses,
     Manner::TalksNonsense,
@@ -52,6 +55,7 @@ const MANNERS: [Manner; 7] = [
     Manner::OddLimbo,
     Manner::ClosesAtOnce,
     Manner::SaysNothing,
+    Manner::GreetsLate,
 ];
 
 /// What becomes of a request of an attached program.
@@ -229,6 +233,9 @@ fn serve(stream: &Stream, book: &Book, device: &DeviceFd) {
                     }
                     _ => RingOwner::create().expect("a ring"),
                 };
+                if manner == Manner::GreetsLate {
+                    thread::sleep(GREETED_LATE);
+                }
                 if let Role::ForkedChild { lacks_arena, .. } = hello.role {
                     let served = book.served.lock().expect("not poisoned");
                     if served.is_empty() {
