@@ -11,6 +11,7 @@
 //! What limbo holds beyond that is stale and dropped. Leases do not survive; frames that forks left
 //! shared count for each process from now on.
 
+use super::limbo::note_stale;
 use super::op::{ArmThen, Kind, Op};
 use super::shared::{Shared, weigh};
 use super::space::{Block, Region, Space, Stage, position};
@@ -318,14 +319,21 @@ fn compare<R: Records>(
     }
     let region = &mut space.regions[index];
     shared.update(proc, region, extent, states, record.slot, record.limbo());
+    let held = states.mask(PageState::is_limbo);
     if let Some(block) = record.limbo()
-        && !states.any(PageState::is_limbo)
         && !space.in_place
         && let Some(entry) = space.blocks.get_mut(block.0 as usize)
     {
-        entry.mask &= !(1 << position(at));
-        entry.stale |= 1 << position(at);
-        entry.uncounted |= 1 << position(at);
+        if held == 0 {
+            entry.mask &= !(1 << position(at));
+            entry.stale |= 1 << position(at);
+            entry.uncounted |= 1 << position(at);
+        } else {
+            // What was given up, or had been copied, lies there until all of the extent leaves.
+            let kept = std::mem::take(&mut entry.stale_pages[position(at) as usize]);
+            shared.gauges.dropping_pages -= u64::from(kept);
+            note_stale(shared, space, block, at, (in_limbo & !held).count_ones());
+        }
     }
 }
 

@@ -4,7 +4,7 @@
 use super::*;
 use crate::effect::Command;
 use crate::event::CommandOutcome;
-use crate::page::PageStates;
+use crate::page::{PageMask, PageStates};
 use crate::record::{ExtentRecord, RegionRecord};
 use crate::slots::SEGMENT_SLOTS;
 use crate::units::{CHUNK_BYTES, CHUNK_EXTENTS, EXTENT_BYTES, RecordIndex, SlotId};
@@ -12,10 +12,12 @@ use std::cell::RefCell;
 use std::rc::Rc;
 
 mod forks;
+mod restarts;
 
 const PAGE: u64 = 4096;
 const PROC: ProcId = ProcId(1);
 const BASE: Addr = Addr(1 << 30);
+const LIMBO: Addr = Addr(1 << 40);
 
 /// Records that outlive a manager.
 #[derive(Clone, Debug)]
@@ -73,6 +75,8 @@ struct Machine {
     store_works: bool,
     /// The address space of `PROC` has ended.
     ended: bool,
+    /// What page tables show, by process and extent. Nothing is there but in these.
+    maps: BTreeMap<(ProcId, Addr), PageMask>,
 }
 
 /// Rounds that one event may cause.
@@ -85,7 +89,7 @@ impl Machine {
         ManagerConfig { geometry, budget_bytes: 0, probation_ns: 0, has_move: true }
     }
 
-    fn over(manager: Manager<Kept>) -> Self {
+    fn over(manager: Manager<Kept>, maps: BTreeMap<(ProcId, Addr), PageMask>) -> Self {
         let now = Tick(1_000_000);
         let mut machine = Self {
             manager,
@@ -96,8 +100,9 @@ impl Machine {
             copies: VecDeque::new(),
             store_works: true,
             ended: false,
+            maps,
         };
-        let limbo = Span::new(Addr(1 << 40), 4 * CHUNK_BYTES);
+        let limbo = Span::new(LIMBO, 4 * CHUNK_BYTES);
         machine.turn(Event::ProcReady { proc: PROC, limbo });
         machine
     }
@@ -105,12 +110,27 @@ impl Machine {
     fn new() -> Self {
         let room = crate::limits::RECORDS_MAX;
         let kept = Kept { room, extents: Rc::default(), regions: Rc::default() };
-        Self::over(Manager::new(Self::config(), kept))
+        Self::over(Manager::new(Self::config(), kept), BTreeMap::new())
+    }
+
+    /// One extent rests in limbo, in no slot.
+    fn with_limbo() -> Self {
+        let mut machine = Self::new();
+        machine.turn(Event::SlotsGranted { first: SlotId(1), count: SEGMENT_SLOTS });
+        assert!(matches!(machine.add(1, BASE, 1), Some(Reply::Region(_))));
+        machine.touch(BASE);
+        let moved = machine.command(|command| matches!(command, Command::Move { .. })).unwrap();
+        // There is room: it is not written without a need.
+        machine.turn(Event::Budget { bytes: 1 << 30 });
+        machine.carried_out(moved, EXTENT_BYTES);
+        assert_eq!(machine.manager.state_of(PROC, BASE), Some(PageState::LimboDirty));
+        machine
     }
 
     /// Another daemon after this one's death.
     fn restarted(self) -> Self {
-        Self::over(Manager::recover(Self::config(), self.manager.into_records(), &[]))
+        let manager = Manager::recover(Self::config(), self.manager.into_records(), &[]);
+        Self::over(manager, self.maps)
     }
 
     /// Feeds an event and then all that comes of it. Commands to the helper stay unanswered.
@@ -150,7 +170,10 @@ impl Machine {
                 let (bytes, outcome) = self.copies.pop_front().unwrap_or(whole)?;
                 Event::Copied { op, bytes, outcome }
             }
-            Effect::ReadMap { op, .. } => Event::Mapped { op, present: 0, known: !self.ended },
+            Effect::ReadMap { op, proc, at } => {
+                let present = self.maps.get(&(proc, at)).copied().unwrap_or_default();
+                Event::Mapped { op, present, known: !self.ended }
+            }
             Effect::ReadLimbo { op, to, .. } => {
                 Event::LimboRead { op, bytes: if self.ended { 0 } else { u64::from(to.len) } }
             }

@@ -5,20 +5,6 @@ use super::*;
 const CHILD: ProcId = ProcId(2);
 const FORK: Event = Event::Forked { parent: PROC, child: CHILD };
 
-/// One extent rests in limbo, in no slot.
-fn with_limbo() -> Machine {
-    let mut machine = Machine::new();
-    machine.turn(Event::SlotsGranted { first: SlotId(1), count: SEGMENT_SLOTS });
-    assert!(matches!(machine.add(1, BASE, 1), Some(Reply::Region(_))));
-    machine.touch(BASE);
-    let moved = machine.command(|command| matches!(command, Command::Move { .. })).unwrap();
-    // There is room: it is not written without a need.
-    machine.turn(Event::Budget { bytes: 1 << 30 });
-    machine.carried_out(moved, EXTENT_BYTES);
-    assert_eq!(machine.manager.state_of(PROC, BASE), Some(PageState::LimboDirty));
-    machine
-}
-
 /// One extent lies in a slot.
 fn with_parked() -> Machine {
     let mut machine = Machine::new();
@@ -48,7 +34,7 @@ fn born(machine: &mut Machine, child: ProcId) -> u64 {
 #[test]
 fn nobody_waits_for_limbo_whose_address_space_has_ended() {
     for child_ends_first in [false, true] {
-        let mut machine = with_limbo();
+        let mut machine = Machine::with_limbo();
         machine.ended = true;
         machine.turn(FORK);
         if child_ends_first {
@@ -69,7 +55,7 @@ fn nobody_waits_for_limbo_whose_address_space_has_ended() {
 
 #[test]
 fn a_child_does_not_wait_for_a_store_that_writes_no_more() {
-    let mut machine = with_limbo();
+    let mut machine = Machine::with_limbo();
     machine.store_works = false;
     machine.turn(FORK);
     let waited = born(&mut machine, CHILD);
@@ -91,7 +77,7 @@ fn a_child_does_not_wait_for_a_store_that_writes_no_more() {
 
 #[test]
 fn a_child_waits_for_a_store_that_fails_for_a_while() {
-    let mut machine = with_limbo();
+    let mut machine = Machine::with_limbo();
     machine.store_works = false;
     machine.turn(FORK);
     for _ in 0..5 {
