@@ -210,6 +210,10 @@ impl<R: Records> Manager<R> {
             Some(Kind::Look { .. }) => self.on_looked(id, present, known, effects),
             Some(Kind::Prepare(_)) => self.on_prepare_looked(id, present, effects),
             Some(Kind::StaleLook { .. }) => self.on_stale_looked(id, present, known),
+            Some(Kind::Fill(_)) => {
+                self.on_loss_looked(id, if known { present } else { 0 }, effects)
+            }
+            Some(Kind::KeptLook) => self.on_kept_looked(id, if known { present } else { 0 }),
             Some(Kind::MoveCheck { .. }) => self.on_move_checked(id, present, known, effects),
             Some(Kind::Rescue(_)) => self.on_rescue_checked(id, present, known, effects),
             Some(Kind::Write(_)) => self.on_write_checked(id, present, known, effects),

@@ -206,7 +206,39 @@ impl<R: Records> Manager<R> {
             self.retry_later(id, backoff);
             return;
         }
-        self.poison(proc, at, damaged, effects);
+        // A forked child may have pages in their place that its parent parked: these are not lost.
+        if let Some(Op { kind: Kind::Fill(fill), .. }) = self.shared.ops.get_mut(id) {
+            fill.bad = damaged;
+        }
+        effects.push(Effect::ReadMap { op: id, proc, at });
+    }
+
+    /// What a device has lost of an extent, and whether it is in its place all the same.
+    pub(super) fn on_loss_looked(
+        &mut self,
+        id: OpId,
+        present: PageMask,
+        effects: &mut Vec<Effect>,
+    ) {
+        let Some(&Op { proc, at, kind: Kind::Fill(fill) }) = self.shared.ops.get(id) else {
+            return;
+        };
+        if fill.cancelled || self.spaces.get(&proc).is_none_or(Space::is_held) {
+            self.cancel_fill(id, effects);
+            return;
+        }
+        let filling = self.spaces.get(&proc).and_then(|s| s.region_at(at)).map_or(0, |region| {
+            let states = self.shared.record(region, region.extent_of(at)).states;
+            states.mask(|state| state == PageState::Filling)
+        });
+        let page_bytes = self.shared.page_bytes();
+        for (first, count) in runs(u32::from(filling & fill.bad & present)) {
+            let start = at.plus(u64::from(first) * page_bytes);
+            let there = Span::new(start, u64::from(count) * page_bytes);
+            self.note_pages(proc, there, PageEvent::FoundPresent);
+            effects.push(Effect::Wake { proc, span: there });
+        }
+        self.poison(proc, at, fill.bad & !present, effects);
         self.continue_fill(id, effects);
     }
 

@@ -16,9 +16,20 @@ use super::op::{ArmThen, Kind, Op};
 use super::shared::Shared;
 use super::space::{Ending, FORK_TRIES_MAX, Region, Space, runs};
 use crate::effect::Effect;
-use crate::page::{PageState, PageStates};
+use crate::page::{PageMask, PageState, PageStates};
 use crate::record::{Records, RegionRecord};
 use crate::units::{Addr, EXTENT_BYTES, OpId, ProcId, SlotId, Span};
+use std::collections::BTreeMap;
+
+/// What a child has of an extent.
+#[derive(Clone, Copy)]
+struct Heir {
+    child: ProcId,
+    /// What is in its place is one frame for it and its parent, and counted once.
+    lent: bool,
+    /// Pages in their place of those that its parent has on their way to limbo.
+    kept: PageMask,
+}
 
 impl<R: Records> Manager<R> {
     pub(super) fn on_forked(&mut self, parent: ProcId, child: ProcId, effects: &mut Vec<Effect>) {
@@ -163,8 +174,61 @@ impl<R: Records> Manager<R> {
                 let quiet = s.ops == 0 && written && looked;
                 quiet && (known || s.drained) && !s.forks.is_empty()
             }) {
+                if !self.look_at_kept(parent, effects) {
+                    break;
+                }
                 self.bear_child(parent, effects);
             }
+        }
+    }
+
+    /// Whether it is known what the oldest child without a table has of what its parent has in no slot. A
+    /// move that was ordered after the fork took it from the parent alone, or was refused and nobody could
+    /// look any more: only what is missing in the child too is lost to it.
+    fn look_at_kept(&mut self, parent: ProcId, effects: &mut Vec<Effect>) -> bool {
+        let Some(mother) = self.spaces.get(&parent) else {
+            return true;
+        };
+        let Some(&proc) = mother.forks.front() else {
+            return true;
+        };
+        let Some(child) = self.spaces.get(&proc) else {
+            return true;
+        };
+        if child.kept.is_some() {
+            let looks = |op: &Op| op.proc == proc && matches!(op.kind, Kind::KeptLook);
+            return !self.shared.ops.iter().any(|(_, op)| looks(op));
+        }
+        if self.shared.unslotted_extents == 0 {
+            return true;
+        }
+        let mut unsaved = Vec::new();
+        for region in &mother.regions {
+            for extent in region.record.unarmed_extents..region.record.extents {
+                let states = self.shared.record(region, extent).states;
+                if states.any(|state| state == PageState::LimboDirty) {
+                    unsaved.push(region.extent_addr(extent));
+                }
+            }
+        }
+        let Some(child) = self.spaces.get_mut(&proc) else {
+            return true;
+        };
+        child.kept = Some(BTreeMap::new());
+        for &at in &unsaved {
+            let id = self.shared.begin(child, Op { proc, at, kind: Kind::KeptLook });
+            effects.push(Effect::ReadMap { op: id, proc, at });
+        }
+        unsaved.is_empty()
+    }
+
+    pub(super) fn on_kept_looked(&mut self, id: OpId, present: PageMask) {
+        let Some(Op { proc, at, .. }) = self.end_plain_op(id) else {
+            return;
+        };
+        let kept = self.spaces.get_mut(&proc).and_then(|child| child.kept.as_mut());
+        if let Some(kept) = kept.filter(|_| present != 0) {
+            kept.insert(at, present);
         }
     }
 
@@ -178,8 +242,11 @@ impl<R: Records> Manager<R> {
             let used = self.shared.gauges.used_pages();
             self.copy_table(&mut mother, &mut child, effects);
             let took_room = self.shared.gauges.used_pages() != used;
-            debug_assert!(!took_room || !child.apart.is_empty(), "a copied table took room");
+            let has_own =
+                !child.apart.is_empty() || child.kept.as_ref().is_some_and(|kept| !kept.is_empty());
+            debug_assert!(!took_room || has_own, "a copied table took room");
             child.apart = Vec::new();
+            child.kept = None;
             child.unborn = false;
             child.copied = true;
             self.spaces.insert(child.id, child);
@@ -219,8 +286,14 @@ impl<R: Records> Manager<R> {
             let mut copy = Region::new(record);
             copy.random.clone_from(&mother.regions[index].random);
             for extent in 0..source.extents {
-                let lent = !child.apart.contains(&copy.extent_addr(extent));
-                self.copy_extent(&mut mother.regions[index], &mut copy, child.id, extent, lent);
+                let at = copy.extent_addr(extent);
+                let kept = child.kept.as_ref().and_then(|kept| kept.get(&at)).copied();
+                let heir = Heir {
+                    child: child.id,
+                    lent: !child.apart.contains(&at),
+                    kept: kept.unwrap_or_default(),
+                };
+                self.copy_extent(&mut mother.regions[index], &mut copy, extent, heir);
             }
             child.regions.push(copy);
             self.shield(mother, span, effects);
@@ -270,23 +343,22 @@ impl<R: Records> Manager<R> {
         effects.push(Effect::Protect { op: id, proc: space.id, span, on: true });
     }
 
-    /// `lent`: what is in its place is one frame for both, and counted once.
-    fn copy_extent(
-        &mut self,
-        from: &mut Region,
-        to: &mut Region,
-        child: ProcId,
-        extent: u32,
-        lent: bool,
-    ) {
+    fn copy_extent(&mut self, from: &mut Region, to: &mut Region, extent: u32, heir: Heir) {
         let record = self.shared.record(from, extent);
         let mut states = record.states;
         if states == PageStates::default() {
             return;
         }
+        // What the parent has in its place no longer it cannot count for the child.
+        let mut lent = heir.lent;
         for page in 0..self.shared.extent_pages() {
             let state = match states.get(page) {
                 PageState::LimboClean | PageState::Filling => PageState::Parked,
+                // It was there still when the child was forked.
+                PageState::LimboDirty if heir.kept & (1 << page) != 0 => {
+                    lent = false;
+                    PageState::Dirty
+                }
                 // The store took it from nobody, and limbo is not inherited. The parent has it still,
                 // unless its address space has ended.
                 PageState::LimboDirty => {
@@ -302,7 +374,7 @@ impl<R: Records> Manager<R> {
             self.shared.slots.retain(record.slot);
         }
         let slot = if holds { record.slot } else { SlotId::NONE };
-        self.shared.update(child, to, extent, states, slot, None);
+        self.shared.update(heir.child, to, extent, states, slot, None);
         if states.any(PageState::is_resident) {
             let lender = from.note(extent).lender.unwrap_or(from.record.proc);
             if lent {
@@ -310,7 +382,7 @@ impl<R: Records> Manager<R> {
             }
             to.note_mut(extent).cow = true;
             from.note_mut(extent).cow = true;
-            self.shared.enqueue(child, to, extent);
+            self.shared.enqueue(heir.child, to, extent);
         }
     }
 }

@@ -66,6 +66,8 @@ pub(crate) enum Kind {
     },
     /// Counts what a drop that failed has left of an extent in limbo.
     StaleLook { block: LimboBlock },
+    /// Looks whether a child without a table has in its place what its parent cannot give it.
+    KeptLook,
     /// Proves that no FORK is pending.
     Probe,
 }
@@ -96,7 +98,7 @@ pub(crate) struct Fill {
     pub slot: SlotId,
     /// Reads that failed so far.
     pub tries: u8,
-    /// Pages that every read so far has shown as damaged.
+    /// Pages that every read so far has shown as damaged; at last, those that are lost.
     pub bad: PageMask,
     /// Given up while the device was reading: nothing is installed.
     pub cancelled: bool,

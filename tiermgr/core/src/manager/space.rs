@@ -256,6 +256,9 @@ pub(crate) struct Space {
     /// Of a child without a table: extents of which the parent's helper was making copies when it was
     /// forked. Nobody knows of them which frames both have.
     pub apart: Vec<Addr>,
+    /// Of a child without a table: by extent, which pages are in their place of those that its parent has
+    /// on their way to limbo, in no slot. Nothing where nobody has looked yet.
+    pub kept: Option<std::collections::BTreeMap<Addr, PageMask>>,
     /// It was there before a restart, and its records are being compared with the kernel.
     pub recovering: Option<super::recover::Recovery>,
     /// The host has made it known.
@@ -295,6 +298,7 @@ impl Space {
             zapped: Vec::new(),
             to_look: Vec::new(),
             apart: Vec::new(),
+            kept: None,
             recovering: None,
             ready: false,
             to_arm: Vec::new(),

@@ -73,6 +73,8 @@ struct Machine {
     copies: VecDeque<Option<(u64, IoctlOutcome)>>,
     /// Writes to the store end well.
     store_works: bool,
+    /// Pages that each read from the store finds damaged.
+    damaged: PageMask,
     /// The address space of `PROC` has ended.
     ended: bool,
     /// What page tables show, by process and extent. Nothing is there but in these.
@@ -99,6 +101,7 @@ impl Machine {
             holds_probes: false,
             copies: VecDeque::new(),
             store_works: true,
+            damaged: 0,
             ended: false,
             maps,
         };
@@ -172,13 +175,15 @@ impl Machine {
             }
             Effect::ReadMap { op, proc, at } => {
                 let present = self.maps.get(&(proc, at)).copied().unwrap_or_default();
-                Event::Mapped { op, present, known: !self.ended }
+                Event::Mapped { op, present, known: !self.ended || proc != PROC }
             }
             Effect::ReadLimbo { op, to, .. } => {
                 Event::LimboRead { op, bytes: if self.ended { 0 } else { u64::from(to.len) } }
             }
             Effect::WriteSlots { op, .. } => Event::Written { op, ok: self.store_works },
-            Effect::ReadSlots { op, .. } => Event::SlotsRead { op, ok: true, damaged: 0 },
+            Effect::ReadSlots { op, .. } => {
+                Event::SlotsRead { op, ok: true, damaged: self.damaged }
+            }
             _ => return None,
         })
     }

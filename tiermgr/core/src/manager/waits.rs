@@ -52,6 +52,7 @@ const fn waits_on(kind: &Kind) -> WaitsOn {
         | Kind::MapArmed
         | Kind::Look { .. }
         | Kind::StaleLook { .. }
+        | Kind::KeptLook
         | Kind::Probe => WaitsOn::Kernel,
     }
 }

@@ -75,6 +75,55 @@ fn a_child_does_not_wait_for_a_store_that_writes_no_more() {
     assert_eq!(machine.manager.state_of(PROC, BASE), Some(PageState::Dirty));
 }
 
+/// A move is recorded before it is carried out, and between a fork and its message it takes pages from
+/// the parent alone, or none where the frames are shared.
+#[test]
+fn what_a_child_has_in_its_place_is_not_lost_with_its_parents_limbo() {
+    for ended in [false, true] {
+        let mut machine = Machine::with_limbo();
+        machine.ended = ended;
+        machine.store_works = false;
+        machine.maps.insert((CHILD, BASE), 0b101);
+        machine.turn(FORK);
+        if ended {
+            machine.turn(Event::ProcGone { proc: PROC });
+        }
+        born(&mut machine, CHILD);
+        let state = |page| machine.manager.state_of(CHILD, BASE.plus(page * PAGE));
+        assert_eq!(
+            [state(0), state(1), state(2)],
+            [PageState::Dirty, PageState::Poisoned, PageState::Dirty].map(Some)
+        );
+        // Its parent has not got them: whoever has them counts them.
+        assert_eq!(machine.manager.gauges().resident_pages, 2, "ended {ended}");
+    }
+}
+
+/// A child of a fork may have in its place what its table shows as parked.
+#[test]
+fn what_is_in_its_place_is_not_lost_with_its_slot() {
+    let mut machine = with_parked();
+    machine.turn(Event::Budget { bytes: 1 << 30 });
+    machine.maps.insert((PROC, BASE), 0b101);
+    machine.damaged = 0b11;
+    machine.turn(Event::Faulted {
+        proc: PROC,
+        at: BASE.plus(PAGE),
+        write: false,
+        protected: false,
+    });
+    let state = |machine: &Machine, page| machine.manager.state_of(PROC, BASE.plus(page * PAGE));
+    pass_until(&mut machine, |machine| state(machine, 1) != Some(PageState::Filling));
+    assert_eq!(
+        [0, 1, 3].map(|page| state(&machine, page)),
+        [PageState::Dirty, PageState::Poisoned, PageState::Clean].map(Some)
+    );
+    let poisons = |order: &&Effect| matches!(order, Effect::Poison { .. });
+    let span = Span::new(BASE.plus(PAGE), PAGE);
+    let poisoned: Vec<&Effect> = machine.orders.iter().filter(poisons).collect();
+    assert_eq!(poisoned, [&Effect::Poison { proc: PROC, span }]);
+}
+
 #[test]
 fn a_child_waits_for_a_store_that_fails_for_a_while() {
     let mut machine = Machine::with_limbo();
