@@ -59,6 +59,11 @@ const SEEDS: &[(u64, &str)] = &[
 const BIASED: &[(Bias, u64, &str)] = &[
     (Bias::DeadStore, 671, "what lay beside a resting page in limbo was uncounted after a restart"),
     (Bias::Ends, 686, "a child's page was taken for lost while it was in its place"),
+    (
+        Bias::Ends,
+        318,
+        "nobody looked for the pages of a lease that was asked for under an operation",
+    ),
     (Bias::DeadStore, 189, "zeros in a lost parent's limbo: the simulator's own mistake"),
 ];
 

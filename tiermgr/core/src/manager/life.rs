@@ -397,6 +397,16 @@ impl<R: Records> Manager<R> {
                 continue;
             }
             let pages = self.shared.extent_pages();
+            if absent
+                && region.note(extent).unseen
+                && let Some(space) = self.spaces.get_mut(&proc)
+                && let Some(index) = space.region_index(at)
+            {
+                self.shared.look_for_lease(space, index, extent, effects);
+            }
+            let Some(region) = self.spaces.get(&proc).and_then(|s| s.region_at(at)) else {
+                return true;
+            };
             // Somebody is still looking whether it is there in truth.
             all &= !(absent && region.note(extent).is_busy());
             if let Some(page) = (0..pages).find(|&page| missing(page)) {

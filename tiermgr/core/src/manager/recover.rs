@@ -338,6 +338,26 @@ fn compare<R: Records>(
 }
 
 impl<R: Records> Shared<R> {
+    /// Looks whether the pages of an extent that is to be leased are there, unless somebody works on it.
+    pub(super) fn look_for_lease(
+        &mut self,
+        space: &mut Space,
+        index: usize,
+        extent: u32,
+        effects: &mut Vec<Effect>,
+    ) {
+        let (proc, region) = (space.id, &mut space.regions[index]);
+        if region.note(extent).is_busy() {
+            return;
+        }
+        region.note_mut(extent).unseen = false;
+        let at = region.extent_addr(extent);
+        let kind = Kind::Look { in_place: None, strict: true, held_pages: 0 };
+        let look = self.begin(space, Op { proc, at, kind });
+        Self::lock(&mut space.regions[index], extent, look);
+        effects.push(Effect::ReadMap { op: look, proc, at });
+    }
+
     /// Counts a region whose records were there before us, and holds its slots.
     fn adopt_region(&mut self, region: &Region) {
         let record = region.record;

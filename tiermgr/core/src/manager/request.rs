@@ -277,14 +277,12 @@ impl<R: Records> Manager<R> {
         // What a lease promises is there in truth, not only by the record.
         for extent in first..=last {
             let region = &mut space.regions[index];
-            if region.is_unarmed(extent) || region.note(extent).is_busy() {
+            if region.is_unarmed(extent) {
+                // Its arming finds out.
                 continue;
             }
-            let at = region.extent_addr(extent);
-            let kind = Kind::Look { in_place: None, strict: true, held_pages: 0 };
-            let look = self.shared.begin(space, Op { proc, at, kind });
-            Shared::<R>::lock(&mut space.regions[index], extent, look);
-            effects.push(Effect::ReadMap { op: look, proc, at });
+            region.note_mut(extent).unseen = true;
+            self.shared.look_for_lease(space, index, extent, effects);
         }
         self.next_lease += 1;
         space.leases.insert(self.next_lease, Lease { span, pending: Some(request) });

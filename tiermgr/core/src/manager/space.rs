@@ -39,6 +39,9 @@ pub(crate) struct ExtentNote {
     pub holes: PageMask,
     /// Parked without a move: its pages are still in their place and about to be dropped.
     pub leaving: bool,
+    /// A lease on it was asked for while an operation had it: whether its pages are there has yet to be
+    /// looked at.
+    pub unseen: bool,
 }
 
 impl ExtentNote {

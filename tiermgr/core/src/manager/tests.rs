@@ -535,3 +535,25 @@ fn room_that_does_not_come_is_asked_for_again() {
     machine.touch(BASE.plus(2 * EXTENT_BYTES));
     assert_eq!(asked(&machine), 2);
 }
+
+/// A record may say that pages are there that a forked child never had, or that the program dropped: whoever
+/// leases them must find them, also where somebody was at work on them when it asked.
+#[test]
+fn a_lease_on_what_is_worked_on_is_looked_at_afterwards() {
+    let mut machine = Machine::new();
+    machine.turn(Event::SlotsGranted { first: SlotId(1), count: SEGMENT_SLOTS });
+    assert!(matches!(machine.add(1, BASE, 1), Some(Reply::Region(_))));
+    machine.touch(BASE);
+    let op = machine.command(|command| matches!(command, Command::Move { .. })).unwrap();
+    machine.turn(Event::Budget { bytes: 1 << 30 });
+    machine.orders.clear();
+    let span = Span::new(BASE, 2 * PAGE);
+    assert_eq!(machine.ask(2, Request::Pin { span }), None, "under a move");
+    let outcome = CommandOutcome::Cancelled;
+    machine.turn(Event::Commanded { op, bytes: 0, outcome });
+    let position = |wanted: &dyn Fn(&Effect) -> bool| machine.orders.iter().position(wanted);
+    let looked = position(&|order| matches!(*order, Effect::ReadMap { at, .. } if at == BASE));
+    let zeroed = position(&|order| matches!(*order, Effect::Zero { to, .. } if to.contains(BASE)));
+    let leased = position(&|order| matches!(*order, Effect::Reply { reply: Reply::Lease(_), .. }));
+    assert!(looked.is_some() && looked < zeroed && zeroed < leased, "{:?}", machine.orders);
+}
