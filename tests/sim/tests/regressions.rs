@@ -64,6 +64,7 @@ const BIASED: &[(Bias, u64, &str)] = &[
         318,
         "nobody looked for the pages of a lease that was asked for under an operation",
     ),
+    (Bias::Unmaps, 1173, "a child's pages that its parent moved after the fork were not counted"),
     (Bias::DeadStore, 189, "zeros in a lost parent's limbo: the simulator's own mistake"),
 ];
 

@@ -74,6 +74,9 @@ impl<R: Records> Manager<R> {
         newborn.to_look = space.zapped.iter().map(|&(_, span)| span).collect();
         newborn.to_look.extend(self.shared.ops.iter().filter_map(|(_, op)| match op.kind {
             Kind::Discard { span, .. } if op.proc == parent => Some(span),
+            Kind::Move { count, .. } if op.proc == parent => {
+                Some(Span::new(op.at, u64::from(count) * EXTENT_BYTES))
+            }
             _ => None,
         }));
         for block in space.blocks.iter().filter(|_| space.in_place) {
@@ -82,7 +85,8 @@ impl<R: Records> Manager<R> {
                 newborn.to_look.push(Span::new(start, u64::from(count) * EXTENT_BYTES));
             }
         }
-        newborn.apart = self.give_up_prepares(parent, effects);
+        newborn.apart = space.parted.iter().map(|&(_, at)| at).collect();
+        newborn.apart.extend(self.give_up_prepares(parent, effects));
         self.spaces.insert(child, newborn);
         self.give_up_fills(parent, effects);
         self.shield_early(parent, child, effects);

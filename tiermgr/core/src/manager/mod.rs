@@ -386,6 +386,7 @@ impl<R: Records> Manager<R> {
             self.shared.slots.proven(op.proc, id);
             if let Some(space) = self.spaces.get_mut(&op.proc) {
                 space.zapped.retain(|&(from, _)| from > id);
+                space.parted.retain(|&(from, _)| from > id);
             }
         }
     }

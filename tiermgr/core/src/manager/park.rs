@@ -435,6 +435,10 @@ impl<R: Records> Manager<R> {
         let Some(index) = space.region_index(at) else {
             return;
         };
+        if !nothing_moved {
+            let span = Span::new(at, u64::from(count) * EXTENT_BYTES);
+            space.zapped.push((shared.ops.next(), span));
+        }
         let first = space.regions[index].extent_of(at);
         for n in 0..count {
             let extent = first + n;

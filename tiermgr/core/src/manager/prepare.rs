@@ -178,11 +178,14 @@ impl<R: Records> Manager<R> {
         outcome: CommandOutcome,
         effects: &mut Vec<Effect>,
     ) {
-        let Some(Op { kind: Kind::Prepare(Prepare::Populating { rest }), .. }) =
+        let Some(&Op { proc, at, kind: Kind::Prepare(Prepare::Populating { ref rest }) }) =
             self.shared.ops.get(id)
         else {
             return;
         };
+        if let Some(space) = self.spaces.get_mut(&proc) {
+            space.parted.push((self.shared.ops.next(), at));
+        }
         let rest = if outcome == CommandOutcome::Done { *rest } else { 0 };
         self.on_prepare_looked(id, rest, effects);
     }

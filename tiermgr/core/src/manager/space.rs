@@ -251,9 +251,12 @@ pub(crate) struct Space {
     /// Its table was copied in this turn, from it or to it. A restart before the next turn copies it
     /// again, so nothing of it may change until then.
     pub copied: bool,
-    /// Ranges that were zapped since no fork was known to be pending, each with the first operation
-    /// that can prove it: a child may have been forked while they were still there.
+    /// Ranges that were zapped, or moved to limbo, since no fork was known to be pending, each with the
+    /// first operation that can prove it: a child may have been forked while they were still there.
     pub zapped: Vec<(OpId, Span)>,
+    /// Extents of which the helper has made copies since, in the same way: a child may have been forked
+    /// before, and have other frames than its parent.
+    pub parted: Vec<(OpId, Addr)>,
     /// What its parent recorded as given up and may have left to it.
     pub to_look: Vec<Span>,
     /// Of a child without a table: extents of which the parent's helper was making copies when it was
@@ -299,6 +302,7 @@ impl Space {
             unborn: false,
             copied: false,
             zapped: Vec::new(),
+            parted: Vec::new(),
             to_look: Vec::new(),
             apart: Vec::new(),
             kept: None,

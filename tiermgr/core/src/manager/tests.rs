@@ -116,15 +116,21 @@ impl Machine {
         Self::over(Manager::new(Self::config(), kept), BTreeMap::new())
     }
 
-    /// One extent rests in limbo, in no slot.
-    fn with_limbo() -> Self {
+    /// One extent is on its way to limbo, in no slot.
+    fn with_move() -> Self {
         let mut machine = Self::new();
         machine.turn(Event::SlotsGranted { first: SlotId(1), count: SEGMENT_SLOTS });
         assert!(matches!(machine.add(1, BASE, 1), Some(Reply::Region(_))));
         machine.touch(BASE);
-        let moved = machine.command(|command| matches!(command, Command::Move { .. })).unwrap();
         // There is room: it is not written without a need.
         machine.turn(Event::Budget { bytes: 1 << 30 });
+        machine
+    }
+
+    /// One extent rests there.
+    fn with_limbo() -> Self {
+        let mut machine = Self::with_move();
+        let moved = machine.command(|command| matches!(command, Command::Move { .. })).unwrap();
         machine.carried_out(moved, EXTENT_BYTES);
         assert_eq!(machine.manager.state_of(PROC, BASE), Some(PageState::LimboDirty));
         machine
@@ -540,12 +546,8 @@ fn room_that_does_not_come_is_asked_for_again() {
 /// leases them must find them, also where somebody was at work on them when it asked.
 #[test]
 fn a_lease_on_what_is_worked_on_is_looked_at_afterwards() {
-    let mut machine = Machine::new();
-    machine.turn(Event::SlotsGranted { first: SlotId(1), count: SEGMENT_SLOTS });
-    assert!(matches!(machine.add(1, BASE, 1), Some(Reply::Region(_))));
-    machine.touch(BASE);
+    let mut machine = Machine::with_move();
     let op = machine.command(|command| matches!(command, Command::Move { .. })).unwrap();
-    machine.turn(Event::Budget { bytes: 1 << 30 });
     machine.orders.clear();
     let span = Span::new(BASE, 2 * PAGE);
     assert_eq!(machine.ask(2, Request::Pin { span }), None, "under a move");

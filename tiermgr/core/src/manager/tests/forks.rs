@@ -99,6 +99,56 @@ fn what_a_child_has_in_its_place_is_not_lost_with_its_parents_limbo() {
     }
 }
 
+/// A fork begins, what it has copied leaves the parent, and only then its message is read.
+#[test]
+fn what_left_its_parent_after_the_fork_is_looked_for_in_the_child() {
+    for is_under_way in [false, true] {
+        let mut machine = match is_under_way {
+            false => Machine::with_limbo(),
+            true => Machine::with_move(),
+        };
+        machine.maps.insert((CHILD, BASE), 0b101);
+        machine.turn(FORK);
+        if is_under_way {
+            let moved = machine.command(|command| matches!(command, Command::Move { .. })).unwrap();
+            machine.carried_out(moved, EXTENT_BYTES);
+        }
+        born(&mut machine, CHILD);
+        machine.turn(Event::TimerFired);
+        let state = |page| machine.manager.state_of(CHILD, BASE.plus(page * PAGE));
+        assert_eq!(
+            [state(0), state(1), state(2)],
+            [PageState::Dirty, PageState::Parked, PageState::Dirty].map(Some)
+        );
+        assert_eq!(machine.manager.gauges().resident_pages, 2);
+    }
+}
+
+/// The same where the helper made a copy meanwhile: parent and child have no frame in common.
+#[test]
+fn what_the_helper_copied_after_the_fork_is_counted_twice() {
+    let mut machine = Machine::new();
+    machine.turn(Event::SlotsGranted { first: SlotId(1), count: SEGMENT_SLOTS });
+    assert!(matches!(machine.add(1, BASE, 1), Some(Reply::Region(_))));
+    machine.turn(Event::Budget { bytes: 1 << 30 });
+    machine.touch(BASE);
+    machine.turn(FORK);
+    born(&mut machine, CHILD);
+    let resident = |machine: &Machine| machine.manager.gauges().resident_pages;
+    assert_eq!(resident(&machine), 16, "shared");
+    machine.maps.insert((PROC, BASE), PageMask::MAX);
+    machine.now = machine.now.after_ns(10_000_000);
+    machine.turn(Event::Budget { bytes: 0 });
+    let copied = machine.command(|command| matches!(command, Command::Populate(_))).unwrap();
+    machine.turn(Event::Budget { bytes: 1 << 30 });
+    machine.carried_out(copied, EXTENT_BYTES);
+    assert_eq!(resident(&machine), 32);
+    let next = ProcId(3);
+    machine.turn(Event::Forked { parent: PROC, child: next });
+    born(&mut machine, next);
+    assert_eq!(resident(&machine), 48);
+}
+
 /// A child of a fork may have in its place what its table shows as parked.
 #[test]
 fn what_is_in_its_place_is_not_lost_with_its_slot() {
