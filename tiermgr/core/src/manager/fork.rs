@@ -47,9 +47,11 @@ impl<R: Records> Manager<R> {
             self.spaces.entry(child).or_insert(newborn);
             return;
         };
+        if space.forks.is_empty() {
+            // The store may have got well since: one more try, for which nobody else is made to wait.
+            space.failed_writes = space.failed_writes.min(FORK_TRIES_MAX - 1);
+        }
         space.forks.push_back(child);
-        // The store may have got well since: one more try.
-        space.failed_writes = space.failed_writes.min(FORK_TRIES_MAX - 1);
         space.ahead.clear();
         // What is not armed in the parent, or was not when it began to be, is not in the child. Told
         // again after a restart, nobody knows what was armed when the child was forked.

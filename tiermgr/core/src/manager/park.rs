@@ -137,6 +137,7 @@ impl<R: Records> Manager<R> {
                 .spaces
                 .values()
                 .filter(|s| s.has_helper && !s.gone && s.writes_rest_until <= now)
+                .filter(|s| !s.writes_no_more())
                 .filter_map(|s| {
                     // A block may be empty already and wait only for a rescue to end.
                     let mut held = s.resting.iter().filter(|b| s.blocks[b.0 as usize].mask != 0);

@@ -341,6 +341,11 @@ impl Space {
         self.failed_writes >= FORK_TRIES_MAX
     }
 
+    /// No write of its blocks begins: a child that is to go on without would wait for its end.
+    pub(crate) fn writes_no_more(&self) -> bool {
+        self.keeps_limbo() && !self.forks.is_empty()
+    }
+
     pub(crate) fn region_index(&self, at: Addr) -> Option<usize> {
         let after = self.regions.partition_point(|r| r.record.base <= at);
         let index = after.checked_sub(1)?;

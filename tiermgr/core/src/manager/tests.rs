@@ -75,6 +75,10 @@ struct Machine {
     store_works: bool,
     /// Pages that each read from the store finds damaged.
     damaged: PageMask,
+    /// How long they take.
+    writes_take_ns: u64,
+    /// Those under way, and when they end.
+    writing: VecDeque<(Tick, OpId)>,
     /// The address space of `PROC` has ended.
     ended: bool,
     /// What page tables show, by process and extent. Nothing is there but in these.
@@ -102,6 +106,8 @@ impl Machine {
             copies: VecDeque::new(),
             store_works: true,
             damaged: 0,
+            writes_take_ns: 0,
+            writing: VecDeque::new(),
             ended: false,
             maps,
         };
@@ -186,6 +192,10 @@ impl Machine {
             Effect::ReadLimbo { op, to, .. } => {
                 Event::LimboRead { op, bytes: if self.ended { 0 } else { u64::from(to.len) } }
             }
+            Effect::WriteSlots { op, .. } if self.writes_take_ns > 0 => {
+                self.writing.push_back((self.now.after_ns(self.writes_take_ns), op));
+                return None;
+            }
             Effect::WriteSlots { op, .. } => Event::Written { op, ok: self.store_works },
             Effect::ReadSlots { op, .. } => {
                 Event::SlotsRead { op, ok: true, damaged: self.damaged }
@@ -234,6 +244,20 @@ impl Machine {
     /// The helper has carried a command out.
     fn carried_out(&mut self, op: OpId, bytes: u64) {
         self.turn(Event::Commanded { op, bytes, outcome: CommandOutcome::Done });
+    }
+
+    /// Lets time pass until something happens.
+    fn pass(&mut self) {
+        let written = self.writing.front().map_or(Tick::NEVER, |&(at, _)| at);
+        self.now = self.now.max(self.manager.deadline().min(written));
+        assert_ne!(self.now, Tick::NEVER, "nothing is waited for");
+        if written <= self.now
+            && let Some((_, op)) = self.writing.pop_front()
+        {
+            self.turn(Event::Written { op, ok: self.store_works });
+        } else {
+            self.turn(Event::TimerFired);
+        }
     }
 
     /// Touches a page and lets time pass until it may leave again.

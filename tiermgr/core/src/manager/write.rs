@@ -52,6 +52,9 @@ impl<R: Records> Manager<R> {
             settle_block(shared, space, block);
             return true;
         }
+        if space.writes_no_more() {
+            return false;
+        }
         let rests_until = shared.store_rests_until.max(space.writes_rest_until);
         if shared.now < rests_until {
             self.timer = self.timer.min(rests_until);
