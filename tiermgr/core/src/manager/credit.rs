@@ -40,7 +40,7 @@ impl<R: Records> Manager<R> {
             // It is native for good.
             return;
         }
-        let Some(region) = space.region_at_mut(base) else {
+        let Some(region) = space.region_at_mut(base).filter(|region| !region.is_given_up()) else {
             return;
         };
         let span = Span::new(base, u64::from(region.record.unarmed_extents) * EXTENT_BYTES);

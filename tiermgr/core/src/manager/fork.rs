@@ -173,7 +173,8 @@ impl<R: Records> Manager<R> {
                 self.start_write(parent, block, effects);
             }
             while self.spaces.get(&parent).is_some_and(|s| {
-                let known = s.regions.iter().all(|r| r.record.unarmed_extents == 0);
+                let known =
+                    s.regions.iter().all(|r| r.record.unarmed_extents == 0 || r.is_given_up());
                 // The records of one that nobody will look into are all there is.
                 let looked = s.recovering.is_none() || s.gone && !s.ready;
                 let written = s.resting.is_empty() || s.keeps_limbo();

@@ -128,7 +128,7 @@ impl<R: Records> Manager<R> {
             let gone = space.gone;
             let ended = space.regions.iter().position(|r| {
                 let goes_on = match r.ending {
-                    Ending::Proving => false,
+                    Ending::Proving | Ending::Disarming => false,
                     Ending::Proven => true,
                     // A child that was forked before the disarming is armed, and has yet to get its table.
                     Ending::Disarmed => r.proof == super::Proof::Given,
@@ -138,15 +138,11 @@ impl<R: Records> Manager<R> {
             let Some(index) = ended else {
                 break;
             };
-            let region = &space.regions[index];
-            if gone || region.ending == Ending::Disarmed {
+            if gone || space.regions[index].ending == Ending::Disarmed {
                 self.end_region(proc, index, effects);
                 continue;
             }
-            // Disarmed first: a touch of what the program gave up must not become a fault that
-            // nobody answers.
-            let span = region.span();
-            self.disarm(proc, span, effects);
+            self.disarm(proc, index, effects);
         }
     }
 
@@ -157,7 +153,8 @@ impl<R: Records> Manager<R> {
         let proving: Vec<(Addr, super::Proof)> = space
             .regions
             .iter()
-            .filter(|r| r.closing.is_some() && r.ending != Ending::Proven)
+            .filter(|r| r.closing.is_some())
+            .filter(|r| matches!(r.ending, Ending::Proving | Ending::Disarmed))
             .map(|r| (r.record.base, r.proof))
             .collect();
         for (base, proof) in proving {
@@ -171,8 +168,13 @@ impl<R: Records> Manager<R> {
         }
     }
 
-    fn disarm(&mut self, proc: ProcId, span: Span, effects: &mut Vec<Effect>) {
+    /// Before a region ends: a touch of what the program gave up must not become a fault that nobody
+    /// answers.
+    fn disarm(&mut self, proc: ProcId, index: usize, effects: &mut Vec<Effect>) {
         if let Some(space) = self.spaces.get_mut(&proc) {
+            let region = &mut space.regions[index];
+            region.ending = Ending::Disarming;
+            let span = region.span();
             let kind = Kind::Arm { span, on: false, then: ArmThen::Ended, tries: 0 };
             let id = self.shared.begin(space, Op { proc, at: span.start, kind });
             effects.push(Effect::Arm { op: id, proc, span, on: false });

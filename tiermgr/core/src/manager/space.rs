@@ -65,6 +65,8 @@ pub(crate) enum Ending {
     Proving,
     /// None is pending.
     Proven,
+    /// The disarming has been ordered.
+    Disarming,
     /// Disarmed: nothing can fault there any more.
     Disarmed,
 }
@@ -121,6 +123,11 @@ impl Region {
             adding: None,
             random: Ranges::default(),
         }
+    }
+
+    /// It is the kernel's from here on: armed again it would stay so, and a touch there sleep for ever.
+    pub(crate) const fn is_given_up(&self) -> bool {
+        matches!(self.ending, Ending::Disarming | Ending::Disarmed)
     }
 
     pub(crate) const fn span(&self) -> Span {

@@ -67,6 +67,8 @@ struct Machine {
     orders: Vec<Effect>,
     /// How arming ends.
     arming: IoctlOutcome,
+    /// Disarming stays unanswered.
+    holds_disarming: bool,
     /// Probes stay unanswered, as while a message is unread.
     holds_probes: bool,
     /// How the next copies end; `None` stays unanswered. Further ones end well.
@@ -102,6 +104,7 @@ impl Machine {
             now,
             orders: Vec::new(),
             arming: IoctlOutcome::Done,
+            holds_disarming: false,
             holds_probes: false,
             copies: VecDeque::new(),
             store_works: true,
@@ -172,6 +175,7 @@ impl Machine {
     fn answer(&mut self, effect: &Effect) -> Option<Event> {
         let outcome = if self.ended { IoctlOutcome::NoProcess } else { IoctlOutcome::Done };
         Some(match *effect {
+            Effect::Arm { on: false, .. } if self.holds_disarming => return None,
             Effect::Arm { op, on, .. } => {
                 Event::Armed { op, outcome: if on { self.arming } else { outcome } }
             }

@@ -294,3 +294,46 @@ fn a_drain_ends_after_the_forks_that_began_before_it() {
     assert_eq!(machine.reply_to(RequestId(2)), Some(Reply::Done));
     assert_eq!(machine.manager.state_of(CHILD, BASE), Some(PageState::Absent));
 }
+
+/// As above, of one region that the kernel had not been asked for yet. Armed for the fork it would stay
+/// so, and whoever touches these addresses next would sleep for ever.
+#[test]
+fn a_region_that_ends_is_not_armed_for_a_fork() {
+    // Its message comes when the region has been disarmed, or while it is.
+    for disarmed in [true, false] {
+        let mut machine = Machine::new();
+        machine.turn(Event::Budget { bytes: 1 << 30 });
+        let Some(Reply::Region(region)) = machine.add(1, BASE, 1) else { panic!("no region") };
+        let arms: fn(&Effect) -> Option<(OpId, bool)> = |order| match *order {
+            Effect::Arm { op, proc: PROC, on, .. } => Some((op, on)),
+            _ => None,
+        };
+        assert!(machine.orders.iter().all(|order| arms(order).is_none()), "armed at birth");
+        machine.holds_disarming = true;
+        assert_eq!(machine.ask(2, Request::DropRegion { region }), None);
+        let Some((op, false)) = machine.orders.iter().find_map(arms) else {
+            panic!("{:?}", machine.orders)
+        };
+        machine.holds_probes = true;
+        let done = Event::Armed { op, outcome: IoctlOutcome::Done };
+        if disarmed {
+            machine.turn(done);
+            machine.turn(FORK);
+        } else {
+            machine.turn(FORK);
+            machine.turn(done);
+        }
+        machine.release_probes();
+        machine.turn(Event::TimerFired);
+        assert_eq!(machine.reply_to(RequestId(2)), Some(Reply::Done));
+        let last = machine.orders.iter().rev().find_map(arms);
+        assert_eq!(last, Some((op, false)), "it stays armed");
+        // The child has it still, and armed.
+        let armed = machine.orders.iter().find_map(|order| match *order {
+            Effect::Arm { proc: CHILD, span, on: true, .. } => Some(span),
+            _ => None,
+        });
+        assert_eq!(armed, Some(Span::new(BASE, CHUNK_BYTES)));
+        assert_eq!(machine.manager.state_of(CHILD, BASE), Some(PageState::Absent));
+    }
+}
