@@ -14,7 +14,7 @@
 use super::Manager;
 use super::op::{ArmThen, Kind, Op};
 use super::shared::Shared;
-use super::space::{Ending, FORK_TRIES_MAX, Region, Space, runs};
+use super::space::{Ending, Region, Space, runs};
 use crate::effect::Effect;
 use crate::page::{PageMask, PageState, PageStates};
 use crate::record::{Records, RegionRecord};
@@ -47,11 +47,7 @@ impl<R: Records> Manager<R> {
             self.spaces.entry(child).or_insert(newborn);
             return;
         };
-        if space.forks.is_empty() {
-            // The store may have got well since: one more try, for which nobody else is made to wait.
-            space.failed_writes = space.failed_writes.min(FORK_TRIES_MAX - 1);
-        }
-        space.forks.push_back(child);
+        space.note_fork(child);
         space.ahead.clear();
         // What is not armed in the parent, or was not when it began to be, is not in the child. Told
         // again after a restart, nobody knows what was armed when the child was forked.
@@ -177,7 +173,7 @@ impl<R: Records> Manager<R> {
                     s.regions.iter().all(|r| r.record.unarmed_extents == 0 || r.is_given_up());
                 // The records of one that nobody will look into are all there is.
                 let looked = s.recovering.is_none() || s.gone && !s.ready;
-                let written = s.resting.is_empty() || s.keeps_limbo();
+                let written = s.resting.is_empty() || s.keeps_limbo;
                 let quiet = s.ops == 0 && written && looked;
                 quiet && (known || s.drained) && !s.forks.is_empty()
             }) {

@@ -13,8 +13,8 @@ use std::collections::VecDeque;
 
 /// Rest of a store that failed to write, and of blocks that could not be read.
 pub(crate) const WRITE_REST_NS: u64 = 100_000_000;
-/// Writes that may fail in a row before a fork does without: two seconds.
-pub(crate) const FORK_TRIES_MAX: u8 = 20;
+/// A fork does without a store that has failed to write for this long.
+const FORK_PATIENCE_NS: u64 = 2_000_000_000;
 
 /// What is known of an extent beside its record, and forgotten at a restart.
 #[derive(Clone, Copy, Debug, Default)]
@@ -241,8 +241,11 @@ pub(crate) struct Space {
     pub blocks: Vec<Block>,
     /// Resting blocks, oldest first.
     pub resting: VecDeque<LimboBlock>,
-    /// Writes of blocks that failed in a row, counted once for each rest.
-    pub failed_writes: u8,
+    /// No write of its blocks has ended well since, while a fork waited.
+    failing_since: Option<Tick>,
+    /// That has lasted: what is in limbo can be written to no slot, as far as anybody can tell, and
+    /// no child is to wait for that.
+    pub keeps_limbo: bool,
     /// No write of its blocks begins before.
     pub writes_rest_until: Tick,
     pub streams: Streams,
@@ -299,7 +302,8 @@ impl Space {
             in_place: false,
             blocks: Vec::new(),
             resting: VecDeque::new(),
-            failed_writes: 0,
+            failing_since: None,
+            keeps_limbo: false,
             writes_rest_until: Tick(0),
             streams: Streams::default(),
             ahead: VecDeque::new(),
@@ -335,22 +339,32 @@ impl Space {
 
     /// A write of one of its blocks has failed, or a read of it.
     pub(crate) fn note_failed_write(&mut self, now: Tick) {
-        // What failed beside it was begun before anybody knew.
-        if self.writes_rest_until <= now {
-            self.failed_writes = self.failed_writes.saturating_add(1);
+        if !self.forks.is_empty() {
+            let since = *self.failing_since.get_or_insert(now);
+            self.keeps_limbo |= since.after_ns(FORK_PATIENCE_NS) <= now;
         }
         self.writes_rest_until = now.after_ns(WRITE_REST_NS);
     }
 
-    /// What is in limbo can be written to no slot, as far as anybody can tell: no child is to wait
-    /// for that.
-    pub(crate) const fn keeps_limbo(&self) -> bool {
-        self.failed_writes >= FORK_TRIES_MAX
+    /// A write of one of its blocks has ended well.
+    pub(crate) fn note_written(&mut self) {
+        self.failing_since = None;
+        self.keeps_limbo = false;
+    }
+
+    /// Another child waits for its table.
+    pub(crate) fn note_fork(&mut self, child: ProcId) {
+        // A store that the last one did without may have got well since: one more try, for which
+        // nobody else is made to wait.
+        if self.forks.is_empty() && !std::mem::take(&mut self.keeps_limbo) {
+            self.failing_since = None;
+        }
+        self.forks.push_back(child);
     }
 
     /// No write of its blocks begins: a child that is to go on without would wait for its end.
     pub(crate) fn writes_no_more(&self) -> bool {
-        self.keeps_limbo() && !self.forks.is_empty()
+        self.keeps_limbo && !self.forks.is_empty()
     }
 
     pub(crate) fn region_index(&self, at: Addr) -> Option<usize> {

@@ -237,7 +237,7 @@ impl<R: Records> Manager<R> {
         let extents: Vec<Addr> = write.extents.get(range).map(<[Addr]>::to_vec).unwrap_or_default();
         shared.stats.store_written_bytes += u64::from(count) * EXTENT_BYTES;
         if let Some(space) = self.spaces.get_mut(&proc) {
-            space.failed_writes = 0;
+            space.note_written();
             for (n, at) in extents.into_iter().enumerate() {
                 let slot = slot.plus(low_u32(n as u64));
                 if !record_parked(shared, space, block, at, Some(slot)) {

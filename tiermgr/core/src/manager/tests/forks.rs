@@ -52,24 +52,39 @@ fn nobody_waits_for_limbo_whose_address_space_has_ended() {
 
 #[test]
 fn a_child_does_not_wait_for_a_store_that_writes_no_more() {
-    let mut machine = Machine::with_limbo();
-    machine.store_works = false;
-    machine.turn(FORK);
-    let waited = born(&mut machine, CHILD);
-    assert!(waited >= 1_000_000_000, "given up after {waited} ns");
-    assert_eq!(machine.manager.state_of(CHILD, BASE), Some(PageState::Poisoned));
-    // Whoever has the bytes keeps them.
-    assert_eq!(machine.manager.state_of(PROC, BASE), Some(PageState::LimboDirty));
-    // The next one does not wait as long for a store that is known to fail.
-    let next = ProcId(3);
-    machine.turn(Event::Forked { parent: PROC, child: next });
-    let waited = born(&mut machine, next);
-    assert!(waited <= 200_000_000, "{waited} ns");
-    assert_eq!(machine.manager.state_of(next, BASE), Some(PageState::Poisoned));
-    // In the parent they come back where they are touched.
-    machine.turn(Event::TimerFired);
-    machine.turn(Event::Faulted { proc: PROC, at: BASE, write: true, protected: false });
-    assert_eq!(machine.manager.state_of(PROC, BASE), Some(PageState::Dirty));
+    for writes_take_ns in [0, 305_000_000, 1_500_000_000] {
+        let mut machine = Machine::with_limbo();
+        machine.store_works = false;
+        machine.writes_take_ns = writes_take_ns;
+        // Failures before it do not count: the first and the last may lie far apart.
+        for _ in 0..2 {
+            machine.now = machine.now.after_ns(10_000_000_000);
+            machine.turn(Event::Budget { bytes: 0 });
+            machine.turn(Event::Budget { bytes: 1 << 30 });
+            while !machine.writing.is_empty() {
+                machine.pass();
+            }
+        }
+        assert!(machine.manager.stats().store_errors >= 2);
+        machine.turn(FORK);
+        let waited = born(&mut machine, CHILD);
+        let tries_ns = 2_000_000_000 + 2 * writes_take_ns;
+        assert!(waited >= 2_000_000_000, "given up after {waited} ns");
+        assert!(waited <= tries_ns + 300_000_000, "given up after {waited} ns");
+        assert_eq!(machine.manager.state_of(CHILD, BASE), Some(PageState::Poisoned));
+        // Whoever has the bytes keeps them.
+        assert_eq!(machine.manager.state_of(PROC, BASE), Some(PageState::LimboDirty));
+        // The next one does not wait as long for a store that is known to fail.
+        let next = ProcId(3);
+        machine.turn(Event::Forked { parent: PROC, child: next });
+        let waited = born(&mut machine, next);
+        assert!(waited <= 200_000_000 + writes_take_ns, "{waited} ns");
+        assert_eq!(machine.manager.state_of(next, BASE), Some(PageState::Poisoned));
+        // In the parent they come back where they are touched.
+        machine.turn(Event::TimerFired);
+        machine.turn(Event::Faulted { proc: PROC, at: BASE, write: true, protected: false });
+        assert_eq!(machine.manager.state_of(PROC, BASE), Some(PageState::Dirty));
+    }
 }
 
 /// A move is recorded before it is carried out, and between a fork and its message it takes pages from
