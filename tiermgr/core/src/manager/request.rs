@@ -358,7 +358,10 @@ impl<R: Records> Manager<R> {
                     let first = region.extent_of(span.start);
                     let last = region.extent_of(Addr(span.end().0 - 1));
                     self.shared.residency(region, span).poisoned_bytes > 0
-                        || (first..=last).any(|extent| region.note(extent).holes != 0)
+                        || (first..=last).any(|extent| {
+                            let asked = covered(&self.shared, region.extent_addr(extent), span);
+                            region.note(extent).holes & asked != 0
+                        })
                 },
             );
             if !there && !lost {

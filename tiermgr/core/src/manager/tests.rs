@@ -291,6 +291,15 @@ impl Machine {
     }
 }
 
+/// One extent lies in a slot.
+fn with_parked() -> Machine {
+    let mut machine = Machine::new();
+    machine.turn(Event::SlotsGranted { first: SlotId(1), count: SEGMENT_SLOTS });
+    assert!(matches!(machine.add(1, BASE, 1), Some(Reply::Region(_))));
+    machine.record(BASE, PageStates::all(PageState::Parked, 16));
+    machine
+}
+
 #[test]
 fn records_serve_regions_of_ever_other_sizes() {
     let mut shared = Machine::new().manager.shared;
@@ -586,4 +595,24 @@ fn a_lease_on_what_is_worked_on_is_looked_at_afterwards() {
     let zeroed = position(&|order| matches!(*order, Effect::Zero { to, .. } if to.contains(BASE)));
     let leased = position(&|order| matches!(*order, Effect::Reply { reply: Reply::Lease(_), .. }));
     assert!(looked.is_some() && looked < zeroed && zeroed < leased, "{:?}", machine.orders);
+}
+
+/// A lease moves whole extents, and promises what was asked for.
+#[test]
+fn a_page_beside_a_pin_may_be_mapped_no_longer() {
+    for (first, is_lost) in [(0, false), (1, true), (4, false)] {
+        let mut machine = with_parked();
+        machine.turn(Event::Budget { bytes: 1 << 30 });
+        let no_range = IoctlOutcome::NoRange;
+        machine.copies = [Some((3 * PAGE, no_range)), Some((0, no_range))].into();
+        let span = Span::new(BASE.plus(first * PAGE), 3 * PAGE);
+        let answer = machine.ask(2, Request::Pin { span });
+        if is_lost {
+            assert_eq!(answer, Some(Reply::Refused(Refusal::Lost)));
+        } else {
+            assert!(matches!(answer, Some(Reply::Lease(_))), "{first}: {answer:?}");
+            let page = span.end().0 - PAGE;
+            assert!(machine.manager.state_of(PROC, Addr(page)).is_some_and(PageState::is_resident));
+        }
+    }
 }

@@ -5,15 +5,6 @@ use super::*;
 const CHILD: ProcId = ProcId(2);
 const FORK: Event = Event::Forked { parent: PROC, child: CHILD };
 
-/// One extent lies in a slot.
-fn with_parked() -> Machine {
-    let mut machine = Machine::new();
-    machine.turn(Event::SlotsGranted { first: SlotId(1), count: SEGMENT_SLOTS });
-    assert!(matches!(machine.add(1, BASE, 1), Some(Reply::Region(_))));
-    machine.record(BASE, PageStates::all(PageState::Parked, 16));
-    machine
-}
-
 /// Lets time pass until `done`. Gives how long that took.
 fn pass_until(machine: &mut Machine, done: impl Fn(&Machine) -> bool) -> u64 {
     let begun = machine.now;
