@@ -7,11 +7,16 @@
 //!
 //! `free + held + quarantined == slots leased`, always.
 
-use crate::units::{OpId, ProcId, SlotId};
+use crate::units::{CHUNK_EXTENTS, OpId, ProcId, SlotId};
 use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
 
 /// Slots of a segment, the unit that the store leases.
 pub const SEGMENT_SLOTS: u32 = 128;
+
+/// Runs of slots that are remembered as doubtful: at most a segment's worth of the longest writes, so
+/// that a spare segment always has others.
+const DOUBTFUL_MAX: usize = (SEGMENT_SLOTS / CHUNK_EXTENTS) as usize;
 
 #[derive(Debug)]
 struct Segment {
@@ -39,6 +44,8 @@ pub struct SlotPool {
     held_slots: u32,
     /// Segment to continue in: consecutive allocations lie side by side.
     cursor: u32,
+    /// Slots that the store failed to write last. Whether they are free is another matter.
+    doubtful: VecDeque<Range<u32>>,
 }
 
 impl SlotPool {
@@ -51,20 +58,10 @@ impl SlotPool {
     }
 
     /// Takes up to `wanted` consecutive free slots, each held once. Prefers the longest run near the
-    /// last one; `None` where no slot is free.
+    /// last one, and doubtful slots to none; `None` where no slot is free.
     pub fn allocate(&mut self, wanted: u32) -> Option<(SlotId, u32)> {
         let wanted = wanted.min(SEGMENT_SLOTS);
-        let mut best: Option<(u32, u32, u32)> = None;
-        let order = self.segments.range(self.cursor..).chain(self.segments.range(..self.cursor));
-        for (&first, segment) in order {
-            let (start, len) = longest_run(segment.free, wanted);
-            if len > best.map_or(0, |(_, _, len)| len) {
-                best = Some((first, start, len));
-            }
-            if len == wanted {
-                break;
-            }
-        }
+        let best = self.best_run(wanted, false).or_else(|| self.best_run(wanted, true));
         let (first, start, len) = best?;
         let segment = self.segments.get_mut(&first)?;
         for index in start..start + len {
@@ -75,6 +72,55 @@ impl SlotPool {
         self.free_slots -= len;
         self.held_slots += len;
         Some((SlotId(first + start), len))
+    }
+
+    /// The best run of free slots: its segment, and first index and length there.
+    fn best_run(&self, wanted: u32, also_doubtful: bool) -> Option<(u32, u32, u32)> {
+        let mut best: Option<(u32, u32, u32)> = None;
+        let order = self.segments.range(self.cursor..).chain(self.segments.range(..self.cursor));
+        for (&first, segment) in order {
+            let doubtful = if also_doubtful { 0 } else { self.doubtful_in(first) };
+            let (start, len) = longest_run(segment.free & !doubtful, wanted);
+            if len > best.map_or(0, |(_, _, len)| len) {
+                best = Some((first, start, len));
+            }
+            if len == wanted {
+                break;
+            }
+        }
+        best
+    }
+
+    /// The doubtful slots of a segment.
+    fn doubtful_in(&self, first: u32) -> u128 {
+        let mut mask = 0;
+        for run in &self.doubtful {
+            for slot in run.start.max(first)..run.end.min(first + SEGMENT_SLOTS) {
+                mask |= 1 << (slot - first);
+            }
+        }
+        mask
+    }
+
+    /// Slots are free, and of each the last write has failed.
+    #[must_use]
+    pub fn has_doubtful_only(&self) -> bool {
+        self.free_slots > 0 && self.best_run(1, false).is_none()
+    }
+
+    /// How a write to slots has ended. Where it failed others are taken first from now on: the next try
+    /// must not meet the same bad spot.
+    pub fn note_write(&mut self, first: SlotId, count: u32, ok: bool) {
+        let slots = first.0..first.0 + count;
+        if ok {
+            self.doubtful.retain(|run| run.end <= slots.start || slots.end <= run.start);
+            return;
+        }
+        self.doubtful.retain(|run| run.start < slots.start || slots.end < run.end);
+        self.doubtful.push_back(slots);
+        if self.doubtful.len() > DOUBTFUL_MAX {
+            self.doubtful.pop_front();
+        }
     }
 
     /// One more holder: a forked child's record.
@@ -126,6 +172,7 @@ impl SlotPool {
     pub fn take_empty_segment(&mut self) -> Option<SlotId> {
         let first = self.segments.iter().find(|(_, s)| s.free == u128::MAX).map(|(&f, _)| f)?;
         self.segments.remove(&first);
+        self.doubtful.retain(|run| run.end <= first || first + SEGMENT_SLOTS <= run.start);
         self.free_slots -= SEGMENT_SLOTS;
         Some(SlotId(first))
     }
@@ -243,6 +290,39 @@ mod tests {
         assert_eq!(pool.allocate(127), Some((SlotId(1), 127)));
         assert_eq!(pool.allocate(32), Some((SlotId(128), 1)));
         assert_eq!(pool.allocate(1), None);
+    }
+
+    #[test]
+    fn slots_that_the_store_failed_to_write_are_taken_last() {
+        let mut pool = pool();
+        let runs: Vec<_> = (0..3).map(|_| pool.allocate(32).unwrap()).collect();
+        pool.note_write(SlotId(1), 32, false);
+        pool.note_write(SlotId(33), 32, false);
+        for (first, count) in runs {
+            (0..count).for_each(|n| pool.release_unrecorded(first.plus(n)));
+        }
+        assert_eq!(pool.free_slots(), 128);
+        assert_eq!(pool.allocate(32), Some((SlotId(65), 32)));
+        assert!(!pool.has_doubtful_only());
+        assert_eq!(pool.allocate(64), Some((SlotId(97), 32)));
+        assert!(pool.has_doubtful_only());
+        assert_eq!(pool.allocate(48), Some((SlotId(1), 48)));
+        pool.note_write(SlotId(1), 48, true);
+        assert_eq!(pool.allocate(16), Some((SlotId(49), 16)));
+        assert!(!pool.has_doubtful_only(), "nothing is free");
+    }
+
+    #[test]
+    fn no_more_than_a_segment_is_doubtful() {
+        let mut pool = pool();
+        for round in 0..10 {
+            pool.note_write(SlotId(1 + round % 5 * 16), 16, false);
+            pool.note_write(SlotId(2 + round % 5 * 16), 1, false);
+        }
+        assert_eq!(pool.doubtful.len(), DOUBTFUL_MAX);
+        assert!(pool.doubtful_in(1).count_ones() <= SEGMENT_SLOTS);
+        assert_eq!(pool.take_empty_segment(), Some(SlotId(1)));
+        assert!(pool.doubtful.is_empty(), "of another family from now on");
     }
 
     #[test]

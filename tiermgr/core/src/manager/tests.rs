@@ -7,7 +7,7 @@ use crate::event::CommandOutcome;
 use crate::page::{PageMask, PageStates};
 use crate::record::{ExtentRecord, RegionRecord};
 use crate::slots::SEGMENT_SLOTS;
-use crate::units::{CHUNK_BYTES, CHUNK_EXTENTS, EXTENT_BYTES, RecordIndex, SlotId};
+use crate::units::{CHUNK_BYTES, CHUNK_EXTENTS, EXTENT_BYTES, RecordIndex, SlotId, low_u32};
 use std::cell::RefCell;
 use std::rc::Rc;
 
@@ -77,6 +77,8 @@ struct Machine {
     store_works: bool,
     /// Pages that each read from the store finds damaged.
     damaged: PageMask,
+    /// But not this one.
+    bad_slot: Option<SlotId>,
     /// How long they take.
     writes_take_ns: u64,
     /// Those under way, and when they end.
@@ -109,6 +111,7 @@ impl Machine {
             copies: VecDeque::new(),
             store_works: true,
             damaged: 0,
+            bad_slot: None,
             writes_take_ns: 0,
             writing: VecDeque::new(),
             ended: false,
@@ -200,9 +203,13 @@ impl Machine {
                 self.writing.push_back((self.now.after_ns(self.writes_take_ns), op));
                 return None;
             }
-            Effect::WriteSlots { op, .. } => Event::Written { op, ok: self.store_works },
             Effect::ReadSlots { op, .. } => {
                 Event::SlotsRead { op, ok: true, damaged: self.damaged }
+            }
+            Effect::WriteSlots { op, slot, from } => {
+                let end = slot.0 + low_u32(u64::from(from.len) / EXTENT_BYTES);
+                let is_bad = self.bad_slot.is_some_and(|bad| (slot.0..end).contains(&bad.0));
+                Event::Written { op, ok: self.store_works && !is_bad }
             }
             _ => return None,
         })

@@ -64,6 +64,10 @@ impl<R: Records> Manager<R> {
             want_slots(shared, effects);
             return false;
         }
+        if shared.slots.has_doubtful_only() {
+            // Tried again for want of others; those that come will be taken first.
+            want_slots(shared, effects);
+        }
         let Some(buffer) = shared.take_stream() else {
             return false;
         };
@@ -217,6 +221,9 @@ impl<R: Records> Manager<R> {
         let WriteStep::Writing { index } = write.step else {
             return;
         };
+        if let Some(&(slot, _, count)) = write.pieces.get(index) {
+            shared.slots.note_write(slot, count, ok);
+        }
         if !ok {
             shared.stats.store_errors += 1;
             shared.store_rests_until = shared.now.after_ns(WRITE_REST_NS);

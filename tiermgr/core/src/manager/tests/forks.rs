@@ -238,6 +238,32 @@ fn a_child_waits_for_a_store_that_fails_for_a_while() {
     assert_eq!(machine.manager.state_of(CHILD, BASE), Some(PageState::Parked));
 }
 
+#[test]
+fn one_bad_spot_in_the_store_loses_nothing() {
+    for others_are_free in [true, false] {
+        let mut machine = Machine::with_limbo();
+        let slots = &mut machine.manager.shared.slots;
+        if !others_are_free {
+            slots.allocate(SEGMENT_SLOTS - 1);
+        }
+        let (next, _) = slots.allocate(1).unwrap();
+        slots.release_unrecorded(next);
+        machine.bad_slot = Some(next);
+        machine.orders.clear();
+        machine.turn(FORK);
+        assert_eq!(machine.manager.stats().store_errors, 1);
+        machine.pass();
+        if !others_are_free {
+            assert!(machine.orders.contains(&Effect::WantSlots), "it has no others");
+            let first = SlotId(1 + SEGMENT_SLOTS);
+            machine.turn(Event::SlotsGranted { first, count: SEGMENT_SLOTS });
+        }
+        let waited = born(&mut machine, CHILD);
+        assert!(waited <= 200_000_000, "{waited} ns");
+        assert_eq!(machine.manager.state_of(CHILD, BASE), Some(PageState::Parked));
+    }
+}
+
 /// A page that is mapped no longer stops a fill there, and a fork the rest of it: what is parked still
 /// must come back before the memory is left to the kernel.
 #[test]
