@@ -344,7 +344,8 @@ fn ledger(world: &World, manager: &Manager<SimRecords>) -> Checked {
         unheard || unshielded || process.mm.changing > 0 || !process.mm.messages.is_empty()
     });
     // What a child touched before it was armed is counted once its map is read.
-    let follows = world.forked_at.is_some_and(|turn| world.turn < turn + TURNS_TO_FOLLOW);
+    let follows = world.forked_at.is_some_and(|turn| world.turn < turn + TURNS_TO_FOLLOW)
+        || waits_for_its_table(world, manager);
     let silent: u64 = world.procs.iter().map(|process| process.mm.silent_copies).sum();
     if !unread && !follows && used > counted + silent {
         let gauges = manager.gauges();
@@ -355,6 +356,15 @@ fn ledger(world: &World, manager: &Manager<SimRecords>) -> Checked {
         return broken("ledger", what);
     }
     Ok(())
+}
+
+/// Whether there is a child that has no table yet: its parent may be held up by its helper.
+fn waits_for_its_table(world: &World, manager: &Manager<SimRecords>) -> bool {
+    let views = manager.regions();
+    world.procs.iter().filter(|process| process.known && process.runs()).any(|process| {
+        process.regions.iter().any(|region| region.id.is_some())
+            && views.iter().all(|view| view.proc != process.id)
+    })
 }
 
 /// Which frames no record names, for the words of a failure.

@@ -65,6 +65,11 @@ const BIASED: &[(Bias, u64, &str)] = &[
         "nobody looked for the pages of a lease that was asked for under an operation",
     ),
     (Bias::Unmaps, 1173, "a child's pages that its parent moved after the fork were not counted"),
+    (
+        Bias::Unmaps,
+        185,
+        "what a child had mapped itself was moved: its fork was told after its parent had mapped a region",
+    ),
     (Bias::DeadStore, 189, "zeros in a lost parent's limbo: the simulator's own mistake"),
 ];
 

@@ -46,6 +46,7 @@ impl<R: Records> Manager<R> {
         let span = Span::new(base, u64::from(region.record.unarmed_extents) * EXTENT_BYTES);
         region.arming = Some(Arming {
             registered: false,
+            is_gone: false,
             next: 0,
             outstanding: 0,
             mapped: 0,
@@ -73,10 +74,12 @@ impl<R: Records> Manager<R> {
             self.retry_later(id, delay_ns);
             return;
         }
-        let Some(Op { proc, at, kind: Kind::Arm { then, .. } }) = self.end_plain_op(id) else {
+        let Some(Op { proc, at, kind: Kind::Arm { span, then, .. } }) = self.end_plain_op(id)
+        else {
             return;
         };
         let ok = outcome == IoctlOutcome::Done;
+        let is_gone = outcome == IoctlOutcome::NoRange;
         match then {
             ArmThen::ReplyRegion(request) => {
                 let region = self.spaces.get(&proc).and_then(|s| s.region_at(at));
@@ -103,10 +106,11 @@ impl<R: Records> Manager<R> {
             ArmThen::Map => {
                 let region = self.spaces.get_mut(&proc).and_then(|s| s.region_at_mut(at));
                 if let Some(arming) = region.and_then(|r| r.arming.as_mut()) {
-                    // Where it failed the mapping is gone; its map then reads as empty.
                     arming.registered = true;
+                    arming.is_gone = is_gone;
                 }
             }
+            ArmThen::Shield if is_gone => self.leave_to_child(proc, span),
             ArmThen::Shield => {
                 if let Some(mut child) = self.spaces.remove(&proc) {
                     let region = child.region_at_mut(at);
@@ -121,13 +125,31 @@ impl<R: Records> Manager<R> {
                 }
             }
             ArmThen::Rearmed => {}
-            ArmThen::Ended | ArmThen::Drained => {
-                if let Some(region) = self.spaces.get_mut(&proc).and_then(|s| s.region_at_mut(at)) {
-                    region.ending = super::space::Ending::Disarmed;
-                    region.proof = Proof::Needed;
-                    region.closing.get_or_insert(crate::units::RequestId(0));
-                }
-            }
+            ArmThen::Ended | ArmThen::Drained => self.end_disarmed(proc, at),
+        }
+    }
+
+    /// The region of that base is the kernel's from here on.
+    fn end_disarmed(&mut self, proc: ProcId, base: Addr) {
+        if let Some(region) = self.spaces.get_mut(&proc).and_then(|s| s.region_at_mut(base)) {
+            region.ending = super::space::Ending::Disarmed;
+            region.proof = Proof::Needed;
+            region.closing.get_or_insert(crate::units::RequestId(0));
+        }
+    }
+
+    /// What its parent had not armed when it was forked cannot be armed in a child: nothing of it is mapped there,
+    /// or something else is as well. The fork began before the parent had mapped it, and was told after, or the
+    /// child was faster. What is present there is its own, and must never be moved.
+    fn leave_to_child(&mut self, child: ProcId, span: Span) {
+        let Some(space) = self.spaces.get_mut(&child) else { return };
+        for unarmed in space.to_arm.iter_mut().filter(|unarmed| unarmed.start == span.start) {
+            unarmed.len = 0;
+        }
+        let Some(region) = space.region_at(span.start) else { return };
+        let is_here = |extent| !self.shared.record(region, extent).states.any(PageState::is_away);
+        if region.span() == span && (0..region.record.extents).all(is_here) {
+            self.end_disarmed(child, span.start);
         }
     }
 
@@ -235,10 +257,11 @@ impl<R: Records> Manager<R> {
         };
         arming.outstanding -= 1;
         arming.mapped += 1;
+        let ours = if arming.is_gone { 0 } else { present };
         shared.gauges.credit_pages -= pages;
         let extent = region.extent_of(at);
         let record = shared.record(region, extent);
-        let present = present & super::space::page_mask(0, shared.extent_pages());
+        let present = ours & super::space::page_mask(0, shared.extent_pages());
         if let Some(states) = record.states.after(present, PageEvent::FoundPresent)
             && present != 0
         {

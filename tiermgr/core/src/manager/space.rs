@@ -96,8 +96,10 @@ pub(crate) struct Region {
 /// The unarmed part of a region on its way to being armed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Arming {
-    /// The ioctl has ended well.
+    /// The ioctl has ended.
     pub registered: bool,
+    /// It found nothing of ours: what is present there is somebody else's.
+    pub is_gone: bool,
     /// Next extent whose map is to be read.
     pub next: u32,
     /// Maps ordered and not answered.

@@ -69,6 +69,8 @@ struct Machine {
     arming: IoctlOutcome,
     /// Disarming stays unanswered.
     holds_disarming: bool,
+    /// Whose address space has nothing of ours where it is to be armed.
+    foreign_to: Option<ProcId>,
     /// Probes stay unanswered, as while a message is unread.
     holds_probes: bool,
     /// How the next copies end; `None` stays unanswered. Further ones end well.
@@ -106,6 +108,7 @@ impl Machine {
             now,
             orders: Vec::new(),
             arming: IoctlOutcome::Done,
+            foreign_to: None,
             holds_disarming: false,
             holds_probes: false,
             copies: VecDeque::new(),
@@ -179,6 +182,9 @@ impl Machine {
         let outcome = if self.ended { IoctlOutcome::NoProcess } else { IoctlOutcome::Done };
         Some(match *effect {
             Effect::Arm { on: false, .. } if self.holds_disarming => return None,
+            Effect::Arm { op, proc, .. } if self.foreign_to == Some(proc) => {
+                Event::Armed { op, outcome: IoctlOutcome::NoRange }
+            }
             Effect::Arm { op, on, .. } => {
                 Event::Armed { op, outcome: if on { self.arming } else { outcome } }
             }

@@ -369,3 +369,36 @@ fn a_region_that_ends_is_not_armed_for_a_fork() {
         assert_eq!(machine.manager.state_of(CHILD, BASE), Some(PageState::Absent));
     }
 }
+
+/// What lies at the addresses of a region that is not mapped there is somebody else's: a fork that began before
+/// the parent had mapped it may be told afterwards. Moved, its bytes would be gone, as nothing is armed.
+#[test]
+fn what_cannot_be_armed_is_never_moved() {
+    for foreign_to in [CHILD, PROC] {
+        let mut machine = Machine::new();
+        machine.turn(Event::SlotsGranted { first: SlotId(1), count: SEGMENT_SLOTS });
+        machine.turn(Event::Budget { bytes: 1 << 30 });
+        assert!(matches!(machine.add(1, BASE, 1), Some(Reply::Region(_))));
+        machine.foreign_to = Some(foreign_to);
+        machine.maps.insert((foreign_to, BASE), PageMask::MAX);
+        if foreign_to == CHILD {
+            machine.turn(FORK);
+            let limbo = Span::new(LIMBO, 4 * CHUNK_BYTES);
+            machine.turn(Event::ProcReady { proc: CHILD, limbo });
+        }
+        machine.turn(Event::Budget { bytes: 0 });
+        for _ in 0..20 {
+            machine.now = machine.now.after_ns(100_000_000);
+            machine.turn(Event::TimerFired);
+        }
+        assert!(machine.orders.iter().any(
+            |order| matches!(*order, Effect::Arm { proc, on: true, .. } if proc == foreign_to)
+        ));
+        let is_moved = |command| matches!(command, Command::Move { .. });
+        assert!(machine.command(is_moved).is_none(), "{foreign_to:?}");
+        assert_eq!(machine.manager.gauges().resident_pages, 0, "{foreign_to:?}");
+        if foreign_to == CHILD {
+            assert_eq!(machine.manager.state_of(CHILD, BASE), None, "it has no such region");
+        }
+    }
+}
