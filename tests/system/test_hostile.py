@@ -1,6 +1,7 @@
 """A program that attaches and then misbehaves harms nobody but itself: not a witness that checks its
 bytes, not the daemon, not the memory and the slots of others."""
 
+import contextlib
 import pathlib
 import shutil
 import subprocess
@@ -58,6 +59,22 @@ def wait_for_families(served, count, seconds=20):
     return status
 
 
+def wait_for_helpers(program, seconds=20):
+    """Until no process has the memory of `program`: its helpers have its command line."""
+    name = bytes(program) + b"\0"
+    deadline = time.monotonic() + seconds
+
+    def holders():
+        for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if path.read_bytes().startswith(name):
+                    yield path.parent.name
+
+    while left := list(holders()):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("move", MOVES)
 def test_a_witness_does_not_notice(folder, served, witness, move):
     before = status_of(served)
@@ -68,6 +85,7 @@ def test_a_witness_does_not_notice(folder, served, witness, move):
     assert (folder / "daemon.log").read_text().count("ERROR ending a helper") <= 1
     # It is forgotten, with all that it had been given, while the witness goes on.
     after = wait_for_families(served, 1)
+    wait_for_helpers(served / "hostile")
     assert (after["daemon_pid"], after["restarts"]) == (before["daemon_pid"], before["restarts"])
     out, err = witness.communicate("go\n", timeout=60)
     assert witness.returncode == 0 and out.endswith("right\n"), (out, err)

@@ -146,6 +146,7 @@ impl Attached {
     pub(super) fn kill_helper(&self) {
         if let Some(helper) = &self.helper_pidfd
             && let Err(error) = pidfd::send_signal(helper.as_fd(), libc::SIGKILL)
+            && error.raw_os_error() != Some(libc::ESRCH)
         {
             tracing::error!(%error, helper = self.helper_pid, "ending a helper");
         }
@@ -281,6 +282,10 @@ impl Proc {
         drop(ManuallyDrop::into_inner(self.arena));
         if let Some(attached) = self.attached {
             attached.ring.stop();
+            if self.entry.gone {
+                // A helper that is stopped does not look, and would keep the memory of a program that has ended.
+                attached.kill_helper();
+            }
             drop(ManuallyDrop::into_inner(attached.limbo_fd));
         }
     }
