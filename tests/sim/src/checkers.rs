@@ -291,8 +291,11 @@ fn frames_used(world: &World, manager: &Manager<SimRecords>) -> u64 {
     let views = manager.regions();
     let mut seen = vec![false; world.frames.high_water()];
     let mut used = 0;
-    let is_managed =
-        |process: &&Process| process.known && !process.drained && !process.perhaps_drained;
+    // A child has no table yet where its parent is held up by its helper: what is its alone counts later.
+    let has_table = |process: &Process| views.iter().any(|view| view.proc == process.id);
+    let is_managed = |process: &&Process| {
+        process.known && !process.drained && !process.perhaps_drained && has_table(process)
+    };
     for process in world.procs.iter().filter(is_managed) {
         // The regions of one that leaves management become its own one by one.
         let is_draining = process
@@ -344,8 +347,7 @@ fn ledger(world: &World, manager: &Manager<SimRecords>) -> Checked {
         unheard || unshielded || process.mm.changing > 0 || !process.mm.messages.is_empty()
     });
     // What a child touched before it was armed is counted once its map is read.
-    let follows = world.forked_at.is_some_and(|turn| world.turn < turn + TURNS_TO_FOLLOW)
-        || waits_for_its_table(world, manager);
+    let follows = world.forked_at.is_some_and(|turn| world.turn < turn + TURNS_TO_FOLLOW);
     let silent: u64 = world.procs.iter().map(|process| process.mm.silent_copies).sum();
     if !unread && !follows && used > counted + silent {
         let gauges = manager.gauges();
@@ -356,15 +358,6 @@ fn ledger(world: &World, manager: &Manager<SimRecords>) -> Checked {
         return broken("ledger", what);
     }
     Ok(())
-}
-
-/// Whether there is a child that has no table yet: its parent may be held up by its helper.
-fn waits_for_its_table(world: &World, manager: &Manager<SimRecords>) -> bool {
-    let views = manager.regions();
-    world.procs.iter().filter(|process| process.known && process.runs()).any(|process| {
-        process.regions.iter().any(|region| region.id.is_some())
-            && views.iter().all(|view| view.proc != process.id)
-    })
 }
 
 /// Which frames no record names, for the words of a failure.
