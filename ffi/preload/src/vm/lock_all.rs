@@ -17,7 +17,8 @@ use tiermgr::client::Client;
 pub(super) fn lock_all(client: &Client, flags: c_int) -> Outcome {
     // SAFETY: a lock changes no byte.
     unsafe { native::mlockall(flags | libc::MCL_ONFAULT) }?;
-    let limbo = client.unlock_limbo().unwrap_or_default();
+    // In a signal handler that has interrupted the library limbo stays locked: that is no success.
+    let limbo = client.unlock_limbo().map_err(|_inside| libc::EAGAIN)?;
     if flags & libc::MCL_ONFAULT != 0 {
         return Ok(0);
     }
