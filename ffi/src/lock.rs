@@ -91,7 +91,8 @@ impl<T> Guarded<T> {
         if self.is_held_by(key) {
             return self.enter();
         }
-        self.spin(key).then_some(Entered { lock: self, releases: true })
+        // Made only where the lock was taken: dropped, an entry releases it, whoever holds it.
+        self.spin(key).then(|| Entered { lock: self, releases: true })
     }
 
     /// First half of a fork: takes the lock and keeps it. A thread that is inside already (a fork in
@@ -156,6 +157,7 @@ impl<T> Guarded<T> {
     }
 
     fn release(&self) {
+        debug_assert!(self.is_held_by(thread_key()), "only its holder releases a lock");
         if self.word.swap(FREE, Ordering::Release) & CONTENDED != 0 {
             self.futex(libc::FUTEX_WAKE, 1);
         }
@@ -236,9 +238,12 @@ mod tests {
         let inside = lock.enter().expect("free");
         assert!(lock.try_enter().is_none(), "the holder itself");
         std::thread::scope(|scope| {
-            let turned_away = scope.spawn(|| lock.try_enter().is_none());
-            assert!(turned_away.join().expect("no panic"));
+            for _ in 0..2 {
+                let turned_away = scope.spawn(|| lock.try_enter().is_none());
+                assert!(turned_away.join().expect("no panic"), "the lock is held all the same");
+            }
         });
+        assert!(lock.is_inside());
         drop(inside);
         drop(lock.try_enter().expect("free"));
         drop(lock.enter().expect("free again"));

@@ -135,6 +135,16 @@ fn threads_exit_while_others_fault_without_uffd_move() {
     at_half_with("thread_exit", &[], recalls_min() / 2, WITHOUT_MOVE);
 }
 
+/// With memory to spare, where discards follow each other fastest.
+#[test]
+fn threads_free_side_by_side() {
+    let Some(stage) = Stage::new("discards", 1 << 30, &[]) else { return };
+    stage.expect_ok(&mut stage.command(&program("discards")));
+    // What holds small blocks too is given back in huge pages, and spreads over more than is native.
+    let small = [("TIERMGR_SMALL", "1"), ("LAPS", "50")];
+    stage.expect_ok(stage.command(&program("discards")).envs(small));
+}
+
 #[test]
 fn read_only_weights() {
     at_half("readonly", &[], recalls_min());
