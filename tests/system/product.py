@@ -130,7 +130,7 @@ class Daemon:
         out = subprocess.run([str(CTL), *verb, "--json"], capture_output=True, text=True,
                              timeout=20, env=self.environment())
         if out.returncode:
-            raise RuntimeError(f"tiermgrctl {verb}: {out.stderr}")
+            raise RuntimeError(f"tiermgrctl {verb}: {out.stderr}\n{self.log_text()}")
         return json.loads(out.stdout)
 
     def status(self):
