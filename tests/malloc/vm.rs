@@ -72,6 +72,24 @@ fn discards_beside_faults_with(flags: &[&str]) {
     }
 }
 
+fn discards_refused_with(flags: &[&str]) {
+    let Some(stage) = Stage::new("discard-refused", DRAM, flags) else { return };
+    let mut command = stage.command(&program("discard_refused"));
+    if stage.expect_ok(command.env("SIZE", SIZE)) {
+        stage.expect_work(recalls_min() / 8);
+    }
+}
+
+#[test]
+fn discards_that_are_refused() {
+    discards_refused_with(&[]);
+}
+
+#[test]
+fn discards_that_are_refused_without_uffd_move() {
+    discards_refused_with(WITHOUT_MOVE);
+}
+
 #[test]
 fn discards_beside_faults() {
     discards_beside_faults_with(&[]);

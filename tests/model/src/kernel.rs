@@ -328,6 +328,12 @@ impl Model {
                 page
             }
         };
+        if command.verb == Verb::Zap && state.budget.refusals > 0 {
+            let mut refused = *state;
+            refused.budget.refusals -= 1;
+            refused.commands[at] = Some(Command { progress: Progress::Stopped, ..command });
+            out.push(What::ZapRefused, PARENT, extent, refused);
+        }
         let Some(goes_on) = self.work(&mut next, command.verb, page) else {
             // Asleep in a fault of its own.
             return;
@@ -377,7 +383,16 @@ impl Model {
                     pin.detached = true;
                 }
             }
-            Verb::Zap => next.spaces[PARENT].ptes[page] = Pte::default(),
+            Verb::Zap => {
+                let space = &mut next.spaces[PARENT];
+                let extent = small(self.scenario.extent_of(page));
+                if pte.present && next.request == (Request::Discard { extent }) {
+                    // So it has happened, whatever the program is told of the whole.
+                    space.truth[page] = 0;
+                    space.or_zero[page] = false;
+                }
+                space.ptes[page] = Pte::default();
+            }
             Verb::Populate => {
                 if !pte.present {
                     // Present runs only: an absent page would make the helper wait for its master.

@@ -5,7 +5,7 @@ use crate::model::{Model, Out};
 use crate::op::{DiscardStep, Op, PrepareStep};
 use crate::rules::Rule;
 use crate::state::{
-    Fork, Limbo, Mapping, PAGES, PARENT, Request, Stage, State, Verb, Write, small,
+    Fork, Limbo, Mapping, PAGES, PARENT, Progress, Request, Stage, State, Verb, Write, small,
 };
 use crate::step::What;
 use tiermgr_core::page::{PageEvent, PageState};
@@ -225,7 +225,10 @@ impl Model {
             }
             DiscardStep::Proven => {
                 for page in self.scenario.pages_of(extent) {
-                    self.record(&mut next, PARENT, page, PageEvent::Discarded);
+                    let is_zapped = next.spaces[PARENT].records[page].is_resident();
+                    if is_zapped || !self.holds(Rule::ForgetAfterZap) {
+                        self.record(&mut next, PARENT, page, PageEvent::Discarded);
+                    }
                 }
                 (What::DiscardRecorded, DiscardStep::Recorded)
             }
@@ -243,8 +246,16 @@ impl Model {
                 (What::DiscardOrdered, DiscardStep::Ordered)
             }
             DiscardStep::Ordered => {
-                if next.take_answer(Verb::Zap, extent).is_none() {
+                let Some(progress) = next.take_answer(Verb::Zap, extent) else {
                     return;
+                };
+                if progress != Progress::Done {
+                    self.refuse_discard(&mut next, extent);
+                    out.push(What::DiscardRefused, PARENT, extent, next);
+                    return;
+                }
+                for page in self.scenario.pages_of(extent) {
+                    self.record(&mut next, PARENT, page, PageEvent::Discarded);
                 }
                 self.answer_discard(&mut next, extent);
                 out.push(What::DiscardAnswered, PARENT, extent, next);
@@ -261,6 +272,20 @@ impl Model {
         }
         for page in self.scenario.pages_of(extent) {
             next.spaces[PARENT].truth[page] = 0;
+            next.spaces[PARENT].or_zero[page] = false;
+        }
+        self.unlock(next, PARENT, extent);
+    }
+
+    /// A zap stops at the first page that it may not take. What it has not taken is as it was.
+    fn refuse_discard(&self, next: &mut State, extent: usize) {
+        next.request = Request::None;
+        for page in self.scenario.pages_of(extent) {
+            let is_forgotten = next.spaces[PARENT].records[page] == PageState::Absent;
+            let is_present = next.spaces[PARENT].ptes[page].present;
+            if is_forgotten && is_present {
+                self.record(next, PARENT, page, PageEvent::FoundPresent);
+            }
             next.spaces[PARENT].or_zero[page] = false;
         }
         self.unlock(next, PARENT, extent);

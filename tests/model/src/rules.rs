@@ -61,6 +61,9 @@ pub enum Rule {
     /// gave up: what only a slot holds is not zapped by DONTNEED, and on the arenas' descriptor nobody
     /// hears of it. Fact: `faults.rs`: without_remove_a_discard_goes_through_at_once.
     DiscardByMessage,
+    /// What no zap reaches, for it lies in a slot or in limbo, is forgotten after the zap has been carried
+    /// out. Protects the bytes of a discard that is refused. Fact: DONTNEED of locked memory is refused.
+    ForgetAfterZap,
     /// A discard is answered after its zap has been carried out. Protects what the program writes
     /// after the answer. Fact: DONTNEED looks at nothing but the address.
     AnswerAfterZap,
@@ -130,7 +133,7 @@ use Rule as R;
 
 impl Rule {
     /// All rules.
-    pub const ALL: [Self; 34] = [
+    pub const ALL: [Self; 35] = [
         R::LimboBeforeMove,
         R::SlotBeforeParked,
         R::ParkedBeforeDrop,
@@ -145,6 +148,7 @@ impl Rule {
         R::ProtectionAlwaysClears,
         R::OneOwner,
         R::DiscardByMessage,
+        R::ForgetAfterZap,
         R::AnswerAfterZap,
         R::AnswerAfterCommands,
         R::ReuseAfterDrop,
@@ -194,6 +198,7 @@ impl Rule {
             R::SlotsCounted => "fork-slots",
             R::ForkFirst | R::MessagesSurvive => "fork-crash",
             R::AnswerAfterZap | R::DiscardByMessage => "discard",
+            R::ForgetAfterZap => "discard-refused",
             R::ForgetAfterProof | R::ProtectionAlwaysClears | R::ExistsKeeps => "discard-fork",
             R::AnswerAfterCommands | R::RestartWaitsForHelper => "reuse",
             R::RestartWaitsForStore => "crash",

@@ -24,6 +24,8 @@ pub struct Budget {
     pub exits: u8,
     /// Discards.
     pub discards: u8,
+    /// Zaps that the kernel refuses, for memory that is locked.
+    pub refusals: u8,
     /// Unmaps of the region, 0 or 1.
     pub unmaps: u8,
     /// Pins for a device.
@@ -106,6 +108,7 @@ const NOTHING: Budget = Budget {
     forks: 0,
     exits: 0,
     discards: 0,
+    refusals: 0,
     unmaps: 0,
     pins: 0,
     device_writes: 0,
@@ -196,6 +199,21 @@ pub const SCENARIOS: &[Scenario] = &[
         one_extent: true,
         begin: [Dirty, Clean],
         budget: Budget { touches: 2, writes: 1, parks: 2, crashes: 1, discards: 1, ..NOTHING },
+    },
+    Scenario {
+        name: "discard-refused",
+        about: "a discard of a page in its place and one in a slot, which is refused",
+        one_extent: true,
+        begin: [Parked, Dirty],
+        budget: Budget {
+            touches: 2,
+            writes: 1,
+            parks: 1,
+            crashes: 1,
+            discards: 1,
+            refusals: 1,
+            ..NOTHING
+        },
     },
     Scenario {
         name: "discard-fork",

@@ -65,6 +65,7 @@ holds! {
     the_protocol_holds_with_fork_and_slots_reused: "fork-slots",
     the_protocol_holds_with_fork_and_a_kill: "fork-crash",
     the_protocol_holds_with_discard: "discard",
+    the_protocol_holds_with_discard_refused: "discard-refused",
     the_protocol_holds_with_discard_and_fork: "discard-fork",
     the_protocol_holds_with_addresses_reused: "reuse",
     the_protocol_holds_with_addresses_reused_and_fork: "reuse-fork",

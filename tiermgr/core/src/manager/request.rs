@@ -3,7 +3,7 @@
 use super::limbo::{leave_block, note_stale, settle_block};
 use super::op::{ArmThen, Kind, Op};
 use super::shared::Shared;
-use super::space::{Lease, Region};
+use super::space::{Lease, Region, Space};
 use super::{Manager, PendingDiscard, Proof, refuse, reply};
 use crate::effect::{Command, Effect, Refusal, Reply};
 use crate::event::{Advice, CommandOutcome, Request};
@@ -465,31 +465,15 @@ impl<R: Records> Manager<R> {
                 continue;
             }
             Shared::<R>::lock(region, extent, id);
-            let record = shared.record(region, extent);
             let base = region.extent_addr(extent);
-            let covered = covered(shared, base, span);
-            let Some(states) = record.states.after(covered, PageEvent::Discarded) else {
-                continue;
-            };
-            let limbo = record.limbo();
-            let given_up = record.states.mask(PageState::is_limbo) & covered;
-            shared.update(proc, region, extent, states, record.slot, limbo);
-            if let Some(block) = limbo
-                && states.any(PageState::is_limbo)
-                && !space.in_place
-            {
-                // They take room in limbo until the extent leaves it.
-                note_stale(shared, space, block, base, given_up.count_ones());
-            }
-            if space.in_place {
-                rested += u64::from(given_up.count_ones());
-            }
-            if let Some(block) = limbo
-                && !states.any(PageState::is_limbo)
-            {
-                leave_block(shared, space, block, base);
-                settle_block(shared, space, block);
-            }
+            let states = shared.record(region, extent).states;
+            // What the zap takes is forgotten before it: a kill in between must not leave a record of bytes
+            // that are nowhere. What it does not reach is kept until it has been carried out: it may be refused.
+            let in_place = space.in_place;
+            let zapped = states.mask(|s| s.is_resident() || in_place && s.is_limbo());
+            let given_up = covered(shared, base, span) & zapped;
+            rested += u64::from((states.mask(PageState::is_limbo) & given_up).count_ones());
+            give_up(shared, space, index, extent, given_up);
         }
         let freed = before.saturating_sub(shared.gauges.resident_pages) + rested;
         if let Some(op) = shared.ops.get_mut(id)
@@ -544,10 +528,16 @@ impl<R: Records> Manager<R> {
         let last = region.extent_of(Addr(span.end().0 - 1));
         space.zapped.push((shared.ops.next(), span));
         for extent in first..=last {
-            let region = &mut space.regions[index];
+            let region = &space.regions[index];
             if region.is_unarmed(extent) {
                 continue;
             }
+            // What was armed meanwhile is not this operation's.
+            if zapped && region.note(extent).busy == id {
+                let given_up = covered(shared, region.extent_addr(extent), span);
+                give_up(shared, space, index, extent, given_up);
+            }
+            let region = &mut space.regions[index];
             Shared::<R>::unlock(proc, region, extent, id, effects);
             if !zapped {
                 // What is still there takes room, and is the newest.
@@ -561,6 +551,36 @@ impl<R: Records> Manager<R> {
                 effects.push(Effect::ReadMap { op: look, proc, at });
             }
         }
+    }
+}
+
+/// The client wants the bytes of these pages of an extent no more, wherever they are.
+fn give_up<R: Records>(
+    shared: &mut Shared<R>,
+    space: &mut Space,
+    index: usize,
+    extent: u32,
+    pages: PageMask,
+) {
+    let proc = space.id;
+    let region = &mut space.regions[index];
+    let record = shared.record(region, extent);
+    let Some(states) = record.states.after(pages, PageEvent::Discarded) else {
+        return;
+    };
+    let base = region.extent_addr(extent);
+    let limbo = record.limbo();
+    let from_limbo = record.states.mask(PageState::is_limbo) & pages;
+    shared.update(proc, region, extent, states, record.slot, limbo);
+    let Some(block) = limbo else {
+        return;
+    };
+    if !states.any(PageState::is_limbo) {
+        leave_block(shared, space, block, base);
+        settle_block(shared, space, block);
+    } else if !space.in_place {
+        // They take room in limbo until the extent leaves it.
+        note_stale(shared, space, block, base, from_limbo.count_ones());
     }
 }
 
