@@ -117,7 +117,7 @@ typedef struct tiermgr_client_options {
 } tiermgr_client_options;
 
 /* Connects this process to the daemon. Starts one small process, "tiermgr-helper", which ends with
- * this one and which wait() never sees. `options` may be NULL.
+ * this one and which wait() sees with __WALL only. `options` may be NULL.
  * blocks: until the daemon has answered, at most some ten seconds; on a machine that is overloaded,
  * where the helper has to wait for its turn, up to half a minute.
  * errors: INVALID_ARGUMENT (a bad option), UNSUPPORTED (an option of a later version, or this

@@ -15,7 +15,8 @@ const MIN_SIZE: usize = 128 << 10;
 const MMAP_MIN: usize = 1 << 20;
 /// What the daemon counts in.
 const MMAP_MIN_LEAST: usize = 64 << 10;
-/// This library's own allocations are all smaller than this.
+/// This library's own allocations are all smaller than this. `tiermgrctl run` refuses less
+/// (`BLOCK_BYTES_MIN` of `tiermgr-wire`).
 const MIN_SIZE_LEAST: usize = 16 << 10;
 
 /// The settings.

@@ -31,6 +31,9 @@ pub const DRAM_BYTES_MIN: u64 = 32 << 20;
 /// Least size that a store can be asked to have: below, its first families would leave nothing to others.
 pub const STORE_BYTES_MIN: u64 = 16 << 20;
 
+/// Least size of an allocation that can be managed.
+pub const BLOCK_BYTES_MIN: u64 = 16 << 10;
+
 /// Largest packet, in bytes. Longer lists are asked for page by page.
 pub const PACKET_BYTES_MAX: usize = 64 << 10;
 

@@ -43,7 +43,6 @@ pub struct RuleError {
     /// Counted from 1.
     pub line: usize,
     /// What is wrong with it.
-    #[source]
     pub kind: RuleErrorKind,
 }
 
@@ -60,7 +59,7 @@ pub enum RuleErrorKind {
     OffWithOptions,
     /// A size that is none.
     #[error("min-size: {0}")]
-    Size(#[source] SizeError),
+    Size(SizeError),
     /// A pattern that fits no path.
     #[error("`{0}` has a slash, and so is about whole paths: it begins with `/` or `*`")]
     Relative(String),

@@ -29,7 +29,7 @@ use strays::Strays;
 use tiermgr_wire::control::Status;
 use tiermgr_wire::rules::{RuleError, Rules};
 use tiermgr_wire::size::Size;
-use tiermgr_wire::{DEFAULT_SOCKET, chain};
+use tiermgr_wire::{BLOCK_BYTES_MIN, DEFAULT_SOCKET, chain};
 
 /// `tiermgrctl` itself failed, as `env` and `timeout` have it.
 const EXIT_OURS: u8 = 125;
@@ -105,6 +105,16 @@ pub(crate) enum RunError {
         /// Where.
         path: PathBuf,
         /// What was named.
+        given: Size,
+        /// What would do.
+        least: Size,
+    },
+    /// Smaller allocations would be left to libc without a word.
+    #[error(
+        "--min-size {given} is too little: {least} is the least that can be managed; for less see --small"
+    )]
+    TooLittleBlocks {
+        /// What was asked for.
         given: Size,
         /// What would do.
         least: Size,
@@ -222,6 +232,10 @@ fn try_run(socket: Option<&Path>, args: &RunArgs) -> Result<u8, RunError> {
         return Err(RunError::PreloadPath(preload));
     }
     let signals = Signals::block().map_err(|error| RunError::System("blocking signals", error))?;
+    let least = Size(BLOCK_BYTES_MIN);
+    if let Some(given) = args.min_size.filter(|given| given.0 < least.0) {
+        return Err(RunError::TooLittleBlocks { given, least });
+    }
     let rules = args.only.as_deref().map(checked_rules).transpose()?;
     let obstacle = args.command.first().and_then(|name| program::obstacle(name));
     if let Some(obstacle) = &obstacle {
