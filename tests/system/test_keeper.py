@@ -79,3 +79,56 @@ def test_no_process_to_be_had_for_a_while(daemon, client, pids_cgroup):
     finish(client)
     after = daemon.wait_for(lambda s: s["daemon_pid"] != before["daemon_pid"])
     assert after["restarts"] == before["restarts"] + 1, after
+
+
+@pytest.mark.parametrize("hears", [False, True])
+def test_a_daemon_told_to_end_ends_although_its_serving_process_dies(daemon, hears):
+    """It is dead when it is told, or dies before it has done as it was told."""
+    serving = daemon.status()["daemon_pid"]
+    if hears:
+        os.kill(serving, signal.SIGSTOP)
+        daemon.process.terminate()
+        deadline = time.monotonic() + 10
+        while not is_pending(serving, signal.SIGTERM):
+            assert time.monotonic() < deadline, "the keeper passes nothing on"
+            time.sleep(0.01)
+        os.kill(serving, signal.SIGKILL)
+    else:
+        # Of two signals that wait for it the keeper is given the one with the lower number first.
+        daemon.process.send_signal(signal.SIGSTOP)
+        os.kill(serving, signal.SIGKILL)
+        daemon.process.terminate()
+        daemon.process.send_signal(signal.SIGCONT)
+    assert daemon.process.wait(30) == 0, daemon.log_text()
+
+
+def test_a_wish_that_was_refused_is_not_carried_out_later(daemon, client, workload):
+    before = daemon.status()
+    daemon.process.terminate()
+    deadline = time.monotonic() + 60
+    while "does not fit into memory" not in daemon.log_text():
+        assert time.monotonic() < deadline and daemon.process.poll() is None, daemon.log_text()
+        time.sleep(0.05)
+    # A private daemon that nobody needs any more ends by itself, and this program would let it.
+    other = subprocess.Popen([workload, "hold", "24"], stdin=subprocess.PIPE, text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=daemon.preloaded())
+    try:
+        assert other.stdout.readline() == "filled\n", other.communicate(timeout=20)
+        client.kill()
+        assert daemon.wait_for(lambda s: s["families"] == 1)["families"] == 1
+        os.kill(before["daemon_pid"], signal.SIGKILL)
+        daemon.wait_for(lambda s: s["daemon_pid"] != before["daemon_pid"])
+        time.sleep(2)
+        after = daemon.status()
+        assert after["restarts"] == 1 and after["families"] == 1, (after, daemon.log_text())
+        finish(other)
+    finally:
+        other.kill()
+        other.communicate()
+
+
+def is_pending(pid, number):
+    """Whether a signal waits for a process."""
+    status = pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()
+    masks = [int(line.split()[1], 16) for line in status if line.startswith("ShdPnd:")]
+    return any(mask >> (number - 1) & 1 for mask in masks)

@@ -3,15 +3,19 @@
 //! **Ending.** A program whose pages are parked can go on only while somebody serves it. So the daemon
 //! ends only after everything was brought back and disarmed, or when nobody is left. Where that is
 //! impossible (it does not fit into memory), it says why and goes on serving; the next SIGTERM tries
-//! again. SIGKILL ends it at once: programs that touch parked pages then wait, they never read zeros,
-//! since keeper and helpers hold the userfaultfds.
+//! again. One that dies before it has done either is followed by one that the keeper tells to end. SIGKILL ends
+//! the daemon at once: programs that touch parked pages then wait, they never read zeros, since keeper and
+//! helpers hold the userfaultfds.
 
 use crate::admit::{Admission, Admitted};
 use crate::families::Families;
+use crate::keeper;
 use crate::session;
 use crate::start::StateLock;
 use nix::poll::{PollFd, PollFlags, PollTimeout};
+use nix::sys::signal::kill;
 use nix::sys::signalfd::SignalFd;
+use nix::unistd::getppid;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -165,8 +169,20 @@ impl Daemon {
                     reasons.join("; ")
                 );
                 tracing::error!("{reasons}");
+                self.tell_refusal();
                 Err(reasons)
             }
+        }
+    }
+
+    /// The keeper would tell our successor to end, who might come long after whoever asked for it has thought
+    /// better.
+    fn tell_refusal(&self) {
+        // Once it has gone, our parent is another process, and its number may be anybody's.
+        if getppid().as_raw() == self.identity.keeper_pid
+            && let Err(error) = kill(getppid(), keeper::REFUSED)
+        {
+            tracing::warn!(%error, "telling the keeper that the daemon goes on");
         }
     }
 

@@ -12,6 +12,9 @@
 //! descriptor) is asked for again after a pause, and two descriptors are held back from the table that
 //! the serving process may fill.
 //!
+//! **Ending.** Whether the daemon may end only the serving process knows. What asks the keeper to end is passed
+//! on, and told to each new serving process too, until one has ended in order or has refused.
+//!
 //! The keeper has one thread, holds no lock, and waits for signals with `sigwait`, which needs no
 //! descriptor.
 
@@ -35,6 +38,9 @@ const DEATHS_MAX: u32 = 5;
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
 /// Programs may be waiting.
 const PAUSE_MAX: Duration = Duration::from_secs(1);
+
+/// Sent to the keeper by a serving process that could not end: the wish is answered.
+pub const REFUSED: Signal = Signal::SIGUSR1;
 
 /// What the serving process is told.
 #[derive(Clone, Copy, Debug)]
@@ -60,7 +66,7 @@ pub enum Outcome {
 #[must_use]
 pub fn signals() -> SigSet {
     let mut set = SigSet::empty();
-    for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGCHLD] {
+    for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGCHLD, REFUSED] {
         set.add(signal);
     }
     set
@@ -81,6 +87,7 @@ pub fn run(mut serve: impl FnMut(Call) -> u8) -> io::Result<Outcome> {
     let mut held = 0;
     let mut deaths_in_a_row = 0;
     let mut restarts = 0;
+    let mut is_to_end = false;
     loop {
         let began = Instant::now();
         if let Err(error) = spares.refill() {
@@ -96,7 +103,11 @@ pub fn run(mut serve: impl FnMut(Call) -> u8) -> io::Result<Outcome> {
             }
             ForkResult::Parent { child } => Pid::from_raw(child),
         };
-        let end = wait_and_forward(&signals, child);
+        if is_to_end {
+            // It stays pending until the new one listens.
+            pass_on(child);
+        }
+        let end = wait_and_forward(&signals, child, &mut is_to_end);
         // Whoever is dead may have left no number free, and what follows needs one.
         spares.release();
         held = insist(true, &mut spares, "looking at the descriptors", || {
@@ -151,9 +162,9 @@ fn pause_before(deaths_in_a_row: u32) -> Duration {
     }
 }
 
-/// Waits for the end of `child`. What asks the keeper to end is passed on: only the serving process
-/// knows whether it may.
-fn wait_and_forward(signals: &SigSet, child: Pid) -> WaitStatus {
+/// Waits for the end of `child`. What asks the keeper to end is passed on and remembered: the child may be dead
+/// already, or die before it has brought everything back.
+fn wait_and_forward(signals: &SigSet, child: Pid, is_to_end: &mut bool) -> WaitStatus {
     loop {
         match signals.wait() {
             Ok(Signal::SIGCHLD) => match waitpid(child, Some(WaitPidFlag::WNOHANG)) {
@@ -166,16 +177,22 @@ fn wait_and_forward(signals: &SigSet, child: Pid) -> WaitStatus {
                 }
             },
             Ok(Signal::SIGTERM | Signal::SIGINT) => {
-                if let Err(error) = kill(child, Signal::SIGTERM) {
-                    tracing::error!(%error, "passing a signal on");
-                }
+                *is_to_end = true;
+                pass_on(child);
             }
+            Ok(REFUSED) => *is_to_end = false,
             Ok(_) => {}
             Err(error) => {
                 tracing::error!(%error, "waiting for signals");
                 thread::sleep(PAUSE_MAX);
             }
         }
+    }
+}
+
+fn pass_on(child: Pid) {
+    if let Err(error) = kill(child, Signal::SIGTERM) {
+        tracing::error!(%error, "passing a signal on");
     }
 }
 
