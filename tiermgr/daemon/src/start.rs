@@ -119,10 +119,12 @@ pub enum StartError {
 }
 
 /// How long writes of a dead daemon may take to land.
-const STORE_WAIT_FOR_DEAD: Duration = Duration::from_secs(60);
-const STORE_WAIT_FOR_UNKNOWN: Duration = Duration::from_secs(3);
+const WAIT_FOR_DEAD: Duration = Duration::from_secs(60);
+const WAIT_FOR_UNKNOWN: Duration = Duration::from_secs(3);
 const STORE_WAIT_FOR_LIVING: Duration = Duration::from_millis(500);
-const STORE_LOOK_EVERY: Duration = Duration::from_millis(5);
+/// Nobody only looks at the state directory: whoever has it and runs yet may have been killed a moment ago.
+const STATE_WAIT_FOR_LIVING: Duration = Duration::from_secs(2);
+const LOOK_EVERY: Duration = Duration::from_millis(5);
 /// Who holds a lock on this file of the state directory uses the directory.
 const LOCK_NAME: &str = "lock";
 /// Which boot the state directory is of.
@@ -276,24 +278,24 @@ fn open_store(config: &Config, identity: Identity) -> Result<Arc<Store>, StartEr
     loop {
         match Store::open(&settings) {
             Err(store::StoreError::Open(disk::StoreError::Locked { pid, .. }))
-                if began.elapsed() < patience_with(pid, identity) =>
+                if began.elapsed() < patience_with(pid, STORE_WAIT_FOR_LIVING, identity) =>
             {
-                thread::sleep(STORE_LOOK_EVERY);
+                thread::sleep(LOOK_EVERY);
             }
             opened => return Ok(opened?),
         }
     }
 }
 
-/// How long to wait for whoever has the store. A daemon that died may have writes under way for seconds,
+/// How long to wait for whoever has a lock. A daemon that died may have writes under way for seconds,
 /// which must have landed before a slot of theirs is used again. One that has ended keeps the lock until
 /// the kernel has taken its rings down; by then it may be without a number, or the lock be free before its
 /// holder was looked up. One that lives may be about to end, or only be looking.
-fn patience_with(holder: Option<i32>, identity: Identity) -> Duration {
+fn patience_with(holder: Option<i32>, living: Duration, identity: Identity) -> Duration {
     match holder {
-        Some(pid) if process::is_running(pid) => STORE_WAIT_FOR_LIVING,
-        None if identity.restarts == 0 => STORE_WAIT_FOR_UNKNOWN,
-        Some(_) | None => STORE_WAIT_FOR_DEAD,
+        Some(pid) if process::is_running(pid) => living,
+        None if identity.restarts == 0 => WAIT_FOR_UNKNOWN,
+        Some(_) | None => WAIT_FOR_DEAD,
     }
 }
 
@@ -334,7 +336,7 @@ fn prepare_state_dir(
         tracing::warn!("{text}");
         warnings.push(text);
     }
-    let lock = lock_state_dir(path)?;
+    let lock = lock_state_dir(path, identity)?;
     forget_earlier_boot(path).map_err(folder("clearing"))?;
     Ok(lock)
 }
@@ -348,19 +350,34 @@ fn table_of(keeper_pid: i32) -> io::Result<u64> {
 /// Held for as long as a serving process lives; the keeper closes it with everything else.
 pub type StateLock = Flock<File>;
 
-fn lock_state_dir(path: &Path) -> Result<StateLock, StartError> {
+fn lock_state_dir(path: &Path, identity: Identity) -> Result<StateLock, StartError> {
     let name = path.join(LOCK_NAME);
-    let file = OpenOptions::new()
+    let mut file = OpenOptions::new()
         .write(true)
         .create(true)
         .truncate(false)
         .mode(0o600)
         .open(&name)
         .map_err(|source| StartError::Folder { what: "making", path: name.clone(), source })?;
-    Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_file, error)| match error {
-        Errno::EWOULDBLOCK => StartError::InUse(path.to_owned()),
-        error => StartError::Folder { what: "locking", path: name, source: error.into() },
-    })
+    let began = Instant::now();
+    loop {
+        file = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+            Ok(lock) => return Ok(lock),
+            Err((file, Errno::EWOULDBLOCK)) => file,
+            Err((_, error)) => {
+                return Err(StartError::Folder {
+                    what: "locking",
+                    path: name,
+                    source: error.into(),
+                });
+            }
+        };
+        let holder = disk::lock_holder(&file);
+        if began.elapsed() >= patience_with(holder, STATE_WAIT_FOR_LIVING, identity) {
+            return Err(StartError::InUse(path.to_owned()));
+        }
+        thread::sleep(LOOK_EVERY);
+    }
 }
 
 /// Records are of address spaces, and none of those outlives the boot; on a tmpfs the records do not
@@ -412,5 +429,23 @@ mod tests {
         assert_eq!(limbo_bytes(256 << 20, 129 << 20), 32 << 20);
         assert_eq!(limbo_bytes(256 << 20, DRAM_BYTES_MIN), LIMBO_BYTES_MIN);
         assert!(limbo_bytes(256 << 20, (100 << 20) + 12345).is_multiple_of(CHUNK_BYTES));
+    }
+
+    #[test]
+    fn the_state_directory_of_a_daemon_that_is_ending_is_waited_for() {
+        let folder = std::env::temp_dir().join(format!("tiermgr-lock-{}", std::process::id()));
+        fs::create_dir(&folder).expect("a new folder");
+        let identity = Identity { keeper_pid: 0, restarts: 0, uid: 0, embedded: false };
+        let held = lock_state_dir(&folder, identity).expect("nobody has it");
+        let second = lock_state_dir(&folder, identity);
+        assert!(matches!(second, Err(StartError::InUse(_))), "{second:?}");
+        let ending = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(200));
+            drop(held);
+        });
+        let second = lock_state_dir(&folder, identity);
+        assert!(second.is_ok(), "{second:?}");
+        ending.join().expect("it only sleeps");
+        fs::remove_dir_all(&folder).expect("ours");
     }
 }

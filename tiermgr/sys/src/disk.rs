@@ -408,7 +408,8 @@ fn told_alignment(file: &File) -> Option<u32> {
 }
 
 /// Who holds a lock on the file, as `/proc/locks` has it.
-fn lock_holder(file: &File) -> Option<i32> {
+#[must_use]
+pub fn lock_holder(file: &File) -> Option<i32> {
     let meta = file.metadata().ok()?;
     let locks = std::fs::read_to_string("/proc/locks").ok()?;
     locks.lines().find_map(|line| parse_lock(line, meta.dev(), meta.ino()))
