@@ -5,7 +5,7 @@
 //!
 //! Each page has a `Tag` in a table beside the arena. A block is described at its first page
 //! (length, state, links) and at its last (length, so that a neighbour finds its beginning). Blocks
-//! tile `[0, top)`; pages from `top` up were never used. Free blocks come in two kinds that are never
+//! tile `[0, top)`; pages from `top` up read as zeros, as nobody used them or all was discarded. Free blocks come in two kinds that are never
 //! merged with each other: *dirty* ones hold old bytes, *clean* ones read as zeros.
 //!
 //! A discard whose outcome nobody knows may still happen. Its block is then neither dirty nor clean but
@@ -150,6 +150,8 @@ pub struct Arena {
     page_bytes: usize,
     capacity: u32,
     top: u32,
+    /// The highest `top` from which that was lowered: what lies below was used once, and may have no access.
+    reached: u32,
     /// Only whole pieces of so many pages, on a multiple of their length, are worth a discard.
     piece: u32,
     tags: Table<Tag>,
@@ -193,6 +195,7 @@ impl Arena {
             page_bytes,
             capacity,
             top: 0,
+            reached: 0,
             piece: if piece == 0 { 1 } else { piece },
             tags,
             bins,
@@ -254,9 +257,19 @@ impl Arena {
         Some(block)
     }
 
+    /// Takes `pages` from behind all blocks.
+    pub fn take_last(&mut self, pages: u32, align: u32) -> Option<Block> {
+        self.take_from(self.top, pages, align)
+    }
+
     /// Takes `pages` that were never used.
     pub fn take_fresh(&mut self, pages: u32, align: u32) -> Option<Block> {
-        let first = self.aligned(self.top, align)?;
+        self.take_from(self.top.max(self.reached), pages, align)
+    }
+
+    /// From a page on that is none of a block's.
+    fn take_from(&mut self, from: u32, pages: u32, align: u32) -> Option<Block> {
+        let first = self.aligned(from, align)?;
         let end = first.checked_add(pages).filter(|&end| end <= self.capacity)?;
         let gap = first - self.top;
         let gap_first = self.top;
@@ -306,7 +319,7 @@ impl Arena {
                 run = page;
                 continue;
             }
-            // Behind the last block are pages that were never used.
+            // Behind the last block nothing is in the way.
             let end = if page == self.top { self.capacity } else { page };
             let first = self.aligned(run, align)?;
             if first.checked_add(pages)? <= end {
@@ -508,6 +521,7 @@ impl Arena {
         }
         if kind == Kind::Clean && first + pages == self.top {
             self.tag_mut(first).state = INSIDE;
+            self.reached = self.reached.max(self.top);
             self.top = first;
         } else {
             self.insert(Block { first, pages }, kind);

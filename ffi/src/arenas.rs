@@ -38,6 +38,17 @@ pub enum First {
     Fresh,
 }
 
+/// Where in an arena a block comes from.
+#[derive(Clone, Copy)]
+enum Place {
+    /// A free block of a kind that is at most so many pages long.
+    Free(Kind, u32),
+    /// Behind all blocks.
+    Last,
+    /// Pages that were never used.
+    Fresh,
+}
+
 /// What is known of a range that the daemon was told to forget.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Discarded {
@@ -146,29 +157,30 @@ impl Arenas {
         Some(Allocated { address, is_zero })
     }
 
-    /// From the arenas in their order, `None` for what was never used, of which the lowest address.
+    /// From the arenas in their order.
     fn take(&mut self, pages: u32, align: u32, first: First) -> Option<(Block, usize, bool)> {
         const ANY: u32 = u32::MAX;
         // What is less than a huge page goes where no huge page has room, or it would be in the way of one.
         let hole = low_u32((HUGE_BYTES / self.page_bytes) as u64) - 1;
-        let dirty = |most| Some((Kind::Dirty, most));
-        let clean = |most| Some((Kind::Clean, most));
-        let order: &[Option<(Kind, u32)>] = match first {
+        let dirty = |most| Place::Free(Kind::Dirty, most);
+        let clean = |most| Place::Free(Kind::Clean, most);
+        let order: &[Place] = match first {
             First::Dirty if pages <= hole => {
-                &[dirty(hole), clean(hole), dirty(ANY), clean(ANY), None]
+                &[dirty(hole), clean(hole), dirty(ANY), clean(ANY), Place::Last]
             }
-            First::Dirty => &[dirty(ANY), clean(ANY), None],
-            First::Zero => &[clean(ANY), None, dirty(ANY)],
-            First::Fresh => &[None],
+            First::Dirty => &[dirty(ANY), clean(ANY), Place::Last],
+            First::Zero => &[clean(ANY), Place::Last, dirty(ANY)],
+            First::Fresh => &[Place::Fresh],
         };
         order.iter().find_map(|&from| {
             let mut arenas = self.list[..self.count].iter_mut().flatten().enumerate();
             arenas.find_map(|(index, arena)| {
                 let block = match from {
-                    Some((kind, most)) => arena.take(kind, pages, align, most),
-                    None => arena.take_fresh(pages, align),
+                    Place::Free(kind, most) => arena.take(kind, pages, align, most),
+                    Place::Last => arena.take_last(pages, align),
+                    Place::Fresh => arena.take_fresh(pages, align),
                 };
-                let was_dirty = from.is_some_and(|(kind, _)| kind == Kind::Dirty);
+                let was_dirty = matches!(from, Place::Free(Kind::Dirty, _));
                 block.map(|block| (block, index, !was_dirty))
             })
         })

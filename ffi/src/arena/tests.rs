@@ -86,7 +86,7 @@ fn bins_ascend_without_gaps() {
 #[test]
 fn freed_neighbours_become_one_block_again() {
     let mut arena = arena(100);
-    let blocks: Vec<_> = (0..3).map(|_| arena.take_fresh(10, 1).expect("room")).collect();
+    let blocks: Vec<_> = (0..3).map(|_| arena.take_last(10, 1).expect("room")).collect();
     arena.free(blocks[0], DIRTIED);
     arena.free(blocks[2], DIRTIED);
     arena.check();
@@ -99,21 +99,21 @@ fn freed_neighbours_become_one_block_again() {
 #[test]
 fn a_clean_block_at_the_top_lowers_it() {
     let mut arena = arena(100);
-    let block = arena.take_fresh(100, 1).expect("room");
-    assert_eq!(arena.take_fresh(1, 1), None);
+    let block = arena.take_last(100, 1).expect("room");
+    assert_eq!(arena.take_last(1, 1), None);
     arena.free(block, DIRTIED);
     let dirty = arena.take_oldest_dirty().expect("dirty");
     arena.check();
     assert!(arena.give_back(dirty, Fate::Free(Kind::Clean)));
     arena.check();
-    assert_eq!(arena.take_fresh(100, 1), Some(block));
+    assert_eq!(arena.take_last(100, 1), Some(block));
 }
 
 #[test]
 fn alignment_is_that_of_addresses() {
     let mut arena = arena(3000);
-    arena.take_fresh(1, 1).expect("room");
-    let block = arena.take_fresh(600, 512).expect("room");
+    arena.take_last(1, 1).expect("room");
+    let block = arena.take_last(600, 512).expect("room");
     assert!(arena.address(block.first).is_multiple_of(2 << 20));
     arena.check();
     assert_eq!(arena.take(Kind::Clean, 511, 1, u32::MAX), Some(Block { first: 1, pages: 511 }));
@@ -123,8 +123,8 @@ fn alignment_is_that_of_addresses() {
 #[test]
 fn growth_takes_what_lies_behind_and_shrinking_gives_it_back() {
     let mut arena = arena(100);
-    let first = arena.take_fresh(10, 1).expect("room");
-    let second = arena.take_fresh(10, 1).expect("room");
+    let first = arena.take_last(10, 1).expect("room");
+    let second = arena.take_last(10, 1).expect("room");
     assert!(!arena.grow(first, 11));
     arena.free(second, DIRTIED);
     assert!(arena.grow(first, 15));
@@ -140,8 +140,8 @@ fn growth_takes_what_lies_behind_and_shrinking_gives_it_back() {
 #[test]
 fn only_the_first_page_of_a_live_block_is_its_address() {
     let mut arena = arena(100);
-    let a = arena.take_fresh(10, 1).expect("room");
-    let b = arena.take_fresh(10, 1).expect("room");
+    let a = arena.take_last(10, 1).expect("room");
+    let b = arena.take_last(10, 1).expect("room");
     let address = arena.address(b.first);
     assert_eq!(arena.live_block(address), Some(b));
     assert_eq!(arena.live_block(address + 4096), None);
@@ -156,7 +156,7 @@ fn only_the_first_page_of_a_live_block_is_its_address() {
 #[test]
 fn a_doubtful_block_is_nobodys_until_it_is_confirmed() {
     let mut arena = arena(100);
-    let blocks: Vec<_> = (0..4).map(|_| arena.take_fresh(25, 1).expect("room")).collect();
+    let blocks: Vec<_> = (0..4).map(|_| arena.take_last(25, 1).expect("room")).collect();
     arena.free(blocks[0], DIRTIED);
     let taken = arena.take_oldest_dirty().expect("dirty");
     assert!(arena.give_back(taken, Fate::Doubtful));
@@ -183,7 +183,7 @@ fn a_doubtful_block_is_nobodys_until_it_is_confirmed() {
 #[test]
 fn a_forked_child_owes_no_discards() {
     let mut arena = arena(100);
-    let blocks: Vec<_> = (0..4).map(|_| arena.take_fresh(20, 1).expect("room")).collect();
+    let blocks: Vec<_> = (0..4).map(|_| arena.take_last(20, 1).expect("room")).collect();
     arena.free(blocks[0], DIRTIED);
     arena.free(blocks[2], DIRTIED);
     let held = arena.take_oldest_dirty().expect("dirty");

@@ -357,3 +357,19 @@ fn doubts_are_few_and_none_is_forgotten() {
     found.sort_unstable();
     assert_eq!(found, blocks);
 }
+
+#[test]
+fn what_was_used_once_is_not_called_fresh() {
+    let mut arenas = Arenas::new(PAGE, 1);
+    arenas.add(1 << 30, tables(64 * PAGE)).expect("a slot");
+    let used = arenas.allocate(16 * PAGE, 1, First::Dirty).expect("room");
+    let discarded = arenas.take_live(used.address, 16 * PAGE).expect("live");
+    arenas.give_back(&discarded, Discarded::Done);
+    let fresh = arenas.allocate(4 * PAGE, 1, First::Fresh).expect("room").address;
+    assert_eq!(fresh, used.address + 16 * PAGE);
+    check(&arenas, &BTreeMap::from([(fresh, 4 * PAGE)]));
+    assert_eq!(arenas.allocate(16 * PAGE, 1, First::Zero), Some(used), "it serves all the same");
+    arenas.free(fresh).expect("live");
+    assert_eq!(arenas.allocate(48 * PAGE, 1, First::Fresh), None);
+    assert!(arenas.allocate(44 * PAGE, 1, First::Fresh).is_some());
+}

@@ -431,3 +431,23 @@ fn an_unmapped_page_that_may_still_be_discarded_is_claimed_only_to_be_discarded_
     let old = Claim::Taken { is_zero: false, is_doubtful: false };
     assert_eq!(heap.claim(&mapping).expect("room"), (BYTES / 2, old));
 }
+
+#[test]
+fn what_cannot_be_opened_is_not_given_out_for_fresh() {
+    for as_mapping in [false, true] {
+        let (heap, source) = (Heap::new(PIECE), Pretended::new(usize::MAX));
+        let mapping = range_of(heap.map(&source, BYTES, 1).expect("room"));
+        heap.unmap(&mapping, || Discarded::Done);
+        source.opens.set(false);
+        let take = || {
+            if as_mapping { heap.map(&source, BYTES, 1) } else { heap.allocate(&source, BYTES, 1) }
+        };
+        for _ in 0..2 {
+            let got = range_of(take().expect("there is what was never used"));
+            let closed = |flags| flags & UNMAPPED != 0;
+            assert!(!heap.runs(got.clone(), closed).any(|run| run.kind), "{got:?} is closed");
+        }
+        source.opens.set(true);
+        assert_eq!(range_of(take().expect("room")), mapping, "it serves when it can be opened");
+    }
+}
