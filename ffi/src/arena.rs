@@ -286,6 +286,9 @@ impl Arena {
     /// block after block.
     pub fn take_across(&mut self, pages: u32, align: u32) -> Option<Block> {
         let block = self.find_across(pages, align)?;
+        if block.first >= self.top {
+            return self.take_last(pages, align);
+        }
         let end = block.first + block.pages;
         let mut at = block.first;
         while self.tag(at).state == INSIDE {

@@ -264,7 +264,9 @@ impl Heap {
                     continue;
                 }
                 let mut arenas = self.arenas.enter().ok_or_else(inside)?;
-                break arenas.allocate_across(bytes, align).ok_or(error)?;
+                // Others have freed memory since this thread looked for it.
+                let freed = arenas.allocate(bytes, align, first);
+                break freed.or_else(|| arenas.allocate_across(bytes, align)).ok_or(error)?;
             }
         };
         let range = block.address..block.address + bytes.next_multiple_of(page_bytes());

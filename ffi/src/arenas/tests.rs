@@ -359,6 +359,27 @@ fn doubts_are_few_and_none_is_forgotten() {
 }
 
 #[test]
+fn what_is_taken_across_may_lie_behind_all_blocks() {
+    let mut arenas = Arenas::new(PAGE, 1);
+    arenas.add(1 << 30, tables(64 * PAGE)).expect("a slot");
+    let [_, old, last] = [8, 8, 48]
+        .map(|pages| arenas.allocate(pages * PAGE, 1, First::Dirty).expect("room").address);
+    let discarded = arenas.take_live(last, 48 * PAGE).expect("live");
+    arenas.free(old).expect("live");
+    assert_eq!(arenas.allocate(16 * PAGE, 32 * PAGE, First::Dirty), None);
+    // While the thread that asked was busy elsewhere.
+    arenas.give_back(&discarded, Discarded::Done);
+    let across = arenas.allocate_across(16 * PAGE, 32 * PAGE).expect("room behind the old block");
+    assert_eq!(across.address, (1 << 30) + 32 * PAGE);
+    check(&arenas, &BTreeMap::from([(1 << 30, 8 * PAGE), (across.address, 16 * PAGE)]));
+    assert_eq!(arenas.dirty_pages, 8, "the old block alone");
+    let between = arenas.allocate(16 * PAGE, 1, First::Zero).expect("what lies between");
+    assert_eq!(between, Allocated { address: last, is_zero: true });
+    let dirty = arenas.allocate(8 * PAGE, 1, First::Dirty).expect("the old block");
+    assert_eq!((dirty.address, arenas.dirty_pages), (old, 0));
+}
+
+#[test]
 fn what_was_used_once_is_not_called_fresh() {
     let mut arenas = Arenas::new(PAGE, 1);
     arenas.add(1 << 30, tables(64 * PAGE)).expect("a slot");

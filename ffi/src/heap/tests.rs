@@ -451,3 +451,34 @@ fn what_cannot_be_opened_is_not_given_out_for_fresh() {
         assert_eq!(range_of(take().expect("room")), mapping, "it serves when it can be opened");
     }
 }
+
+/// Another thread frees all there is while this one asks for an arena in vain.
+#[test]
+fn what_others_freed_while_an_arena_was_refused_is_found() {
+    struct FreesMeanwhile(Pretended, Heap, Cell<Option<usize>>);
+    impl Source for FreesMeanwhile {
+        fn add_arena(&self, bytes: usize) -> Result<usize> {
+            if let Some(block) = self.2.take() {
+                self.1.free(&self.0, block).expect("live");
+                self.1.trim(&self.0);
+            }
+            self.0.add_arena(bytes)
+        }
+
+        fn discard(&self, address: usize, bytes: usize) -> Discarded {
+            self.0.discard(address, bytes)
+        }
+
+        fn open(&self, range: &Range<usize>) -> io::Result<()> {
+            self.0.open(range)
+        }
+    }
+    let pretended = Pretended::new(ARENA_BYTES_MIN);
+    pretended.arenas_left.set(1);
+    let source = FreesMeanwhile(pretended, Heap::new(PIECE), Cell::new(None));
+    let (heap, bytes) = (&source.1, ARENA_BYTES_MIN - CHUNK);
+    let all = heap.allocate(&source, bytes, CHUNK).expect("room").address;
+    source.2.set(Some(all));
+    let again = heap.allocate(&source, bytes, CHUNK).expect("what was freed");
+    assert_eq!(again, Allocated { address: all, is_zero: true });
+}
