@@ -13,7 +13,7 @@ use crate::space::{CHUNK, Locking, Reserved, page_bytes};
 use crate::status::{Error, Result, Status};
 use std::io;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tiermgr_sys::process::monotonic_ns;
 use tiermgr_wire::control::FamilyStats;
@@ -101,8 +101,6 @@ pub struct Client {
     connected: Guarded<Connected>,
     heap: Heap,
     class: Class,
-    /// Which locks the thread that forks holds; written by it alone.
-    held: AtomicU8,
     /// When a discard last found the daemon away.
     last_away_ns: AtomicU64,
 }
@@ -129,7 +127,6 @@ impl Client {
             }),
             heap,
             class,
-            held: AtomicU8::new(0),
             last_away_ns: AtomicU64::new(0),
         });
         if fork::follow(&client) {
@@ -473,31 +470,25 @@ impl Client {
     /// First half of a fork: nobody is inside, so that the child's copy is whole. The order is that
     /// in which the locks nest.
     pub(crate) fn hold_for_fork(&self) {
-        let growth = self.heap.hold_growth_for_fork();
-        let connected = self.connected.hold_for_fork();
-        if connected && let Some(mut connected) = self.connected.enter() {
+        self.heap.hold_growth_for_fork();
+        if self.connected.hold_for_fork()
+            && let Some(mut connected) = self.connected.enter()
+        {
             connected.link.note_armed();
         }
-        let arenas = self.heap.hold_arenas_for_fork();
-        let held = u8::from(growth) | u8::from(arenas) << 1 | u8::from(connected) << 2;
-        if held != 0 {
-            self.held.store(held, Ordering::Relaxed);
-        }
+        self.heap.hold_arenas_for_fork();
     }
 
     /// Second half of a fork, in the parent and, after [`Self::join_family_after_fork`], in the child.
     pub(crate) fn release_after_fork(&self) {
-        let held = self.held.swap(0, Ordering::Relaxed);
-        if held & 4 != 0 {
-            self.connected.release_after_fork();
-        }
-        self.heap.release_after_fork(held & 1 != 0, held & 2 != 0);
+        drop(self.connected.end_fork());
+        self.heap.release_after_fork();
     }
 
     /// In a forked child.
     pub(crate) fn join_family_after_fork(&self) {
         // A fork from within a call (in a signal handler) leaves nothing that the child could use.
-        if self.held.load(Ordering::Relaxed) & 4 != 0
+        if self.connected.is_across_fork()
             && let Some(mut connected) = self.connected.enter()
         {
             let Connected { link, regions, .. } = &mut *connected;

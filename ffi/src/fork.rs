@@ -17,6 +17,9 @@ pub const CLIENTS_MAX: usize = 16;
 static FOLLOWED: [AtomicPtr<Client>; CLIENTS_MAX] =
     [const { AtomicPtr::new(std::ptr::null_mut()) }; CLIENTS_MAX];
 static INSTALLED: AtomicBool = AtomicBool::new(false);
+/// Since the last `prepare` this process, a child, has joined. One that a signal handler has made in the middle of
+/// the child's half of a fork, and that returns from the handler, ends that half as well.
+static HAS_JOINED: AtomicBool = AtomicBool::new(false);
 
 unsafe extern "C" {
     fn pthread_atfork(
@@ -84,6 +87,7 @@ fn followed() -> impl Iterator<Item = &'static Client> {
 }
 
 extern "C" fn prepare() {
+    HAS_JOINED.store(false, Ordering::Relaxed);
     for client in followed() {
         client.hold_for_fork();
     }
@@ -96,8 +100,11 @@ extern "C" fn parent() {
 }
 
 extern "C" fn child() {
+    let has_joined = HAS_JOINED.swap(true, Ordering::Relaxed);
     for client in followed() {
-        client.join_family_after_fork();
+        if !has_joined {
+            client.join_family_after_fork();
+        }
         client.release_after_fork();
     }
 }

@@ -546,23 +546,19 @@ impl Heap {
     }
 
     /// First half of a fork, first step: no arena is being made.
-    pub(crate) fn hold_growth_for_fork(&self) -> bool {
-        self.growth.hold_for_fork()
+    pub(crate) fn hold_growth_for_fork(&self) {
+        let _held = self.growth.hold_for_fork();
     }
 
     /// First half of a fork, last step: no block is being cut.
-    pub(crate) fn hold_arenas_for_fork(&self) -> bool {
-        self.arenas.hold_for_fork()
+    pub(crate) fn hold_arenas_for_fork(&self) {
+        let _held = self.arenas.hold_for_fork();
     }
 
-    /// Second half of a fork, for the locks that were taken in the first.
-    pub(crate) fn release_after_fork(&self, growth: bool, arenas: bool) {
-        if arenas {
-            self.arenas.release_after_fork();
-        }
-        if growth {
-            self.growth.release_after_fork();
-        }
+    /// Second half of a fork.
+    pub(crate) fn release_after_fork(&self) {
+        drop(self.arenas.end_fork());
+        drop(self.growth.end_fork());
     }
 }
 

@@ -29,6 +29,9 @@ pub struct Guarded<T> {
     word: AtomicUsize,
     /// The holder is between the two halves of a fork: the data is whole, and the holder may enter.
     across_fork: AtomicBool,
+    /// Forks that the holder is in the middle of: a signal handler that interrupts one may fork too. Only the
+    /// holder reads and changes it.
+    forks: AtomicUsize,
     data: UnsafeCell<T>,
 }
 
@@ -60,6 +63,7 @@ impl<T> Guarded<T> {
         Self {
             word: AtomicUsize::new(FREE),
             across_fork: AtomicBool::new(false),
+            forks: AtomicUsize::new(0),
             data: UnsafeCell::new(data),
         }
     }
@@ -96,23 +100,47 @@ impl<T> Guarded<T> {
     }
 
     /// First half of a fork: takes the lock and keeps it. A thread that is inside already (a fork in
-    /// a signal handler) goes on without: its child must not use the data.
+    /// a signal handler) goes on without: its child must not use the data. One that a signal handler has
+    /// interrupted in the middle of a fork has it already, and keeps it until the outer fork ends.
     ///
-    /// Gives whether the lock was taken.
+    /// Gives whether the lock is kept across this fork.
     pub fn hold_for_fork(&self) -> bool {
         let key = thread_key();
-        if self.is_held_by(key) {
-            return false;
+        if !self.is_held_by(key) {
+            self.acquire(key);
+            // The handler of a signal that comes before the second of these is refused as one inside.
+            self.forks.store(1, Ordering::Relaxed);
+            self.across_fork.store(true, Ordering::Release);
+            return true;
         }
-        self.acquire(key);
-        self.across_fork.store(true, Ordering::Relaxed);
-        true
+        let is_whole = self.across_fork.load(Ordering::Relaxed);
+        if is_whole {
+            self.forks.store(self.forks.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+        }
+        is_whole
     }
 
-    /// Second half of a fork, in parent and child, where [`Self::hold_for_fork`] gave true.
-    pub fn release_after_fork(&self) {
+    /// Second half of a fork, in parent and child, also where [`Self::hold_for_fork`] gave false: a signal
+    /// handler ends the forks that it began, so a fork that was refused finds the lock as it was then.
+    ///
+    /// At the end of the outermost fork this gives the entry with which the lock is released.
+    pub fn end_fork(&self) -> Option<Entered<'_, T>> {
+        if !self.is_across_fork() {
+            return None;
+        }
+        let left = self.forks.load(Ordering::Relaxed) - 1;
+        if left > 0 {
+            self.forks.store(left, Ordering::Relaxed);
+            return None;
+        }
         self.across_fork.store(false, Ordering::Relaxed);
-        self.release();
+        Some(Entered { lock: self, releases: true })
+    }
+
+    /// Whether this thread keeps the lock across a fork, and nobody has interrupted it inside.
+    #[must_use]
+    pub fn is_across_fork(&self) -> bool {
+        self.is_held_by(thread_key()) && self.across_fork.load(Ordering::Relaxed)
     }
 
     fn is_held_by(&self, key: usize) -> bool {
@@ -262,7 +290,39 @@ mod tests {
         assert!(lock.enter().is_none());
         drop(inside);
         drop(lock.enter().expect("again"));
-        lock.release_after_fork();
+        drop(lock.end_fork().expect("the outermost"));
         drop(lock.enter().expect("free"));
+    }
+
+    fn is_free(lock: &Guarded<()>) -> bool {
+        std::thread::scope(|scope| {
+            scope.spawn(|| lock.try_enter().is_some()).join().expect("no panic")
+        })
+    }
+
+    #[test]
+    fn a_fork_that_interrupts_another_leaves_the_lock_to_that() {
+        let lock = Guarded::new(());
+        assert!(lock.hold_for_fork());
+        for _ in 0..2 {
+            assert!(lock.hold_for_fork(), "whole in the middle of a fork");
+            assert!(lock.hold_for_fork(), "and of two");
+            drop(lock.enter().expect("whole"));
+            assert!(lock.end_fork().is_none() && lock.end_fork().is_none());
+            assert!(lock.is_across_fork() && !is_free(&lock));
+        }
+        let inside = lock.enter().expect("whole");
+        assert!(!lock.hold_for_fork(), "it is being changed");
+        assert!(lock.end_fork().is_none(), "what was refused ends nothing");
+        drop(inside);
+        let ended = lock.end_fork().expect("the outermost");
+        assert!(!lock.hold_for_fork() && !is_free(&lock));
+        assert!(lock.end_fork().is_none());
+        drop(ended);
+        assert!(is_free(&lock) && lock.end_fork().is_none());
+        let inside = lock.enter().expect("free");
+        assert!(!lock.hold_for_fork() && lock.end_fork().is_none());
+        drop(inside);
+        assert!(is_free(&lock));
     }
 }

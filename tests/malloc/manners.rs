@@ -2,7 +2,7 @@
 //! that they do not know, bring an allocator of their own, and run others.
 
 use super::stage::{Stage, compile, dist, root, run_within, skip, working_set};
-use super::{PAGE_BYTES, program};
+use super::{PAGE_BYTES, program, source};
 use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -62,6 +62,20 @@ fn daemons_children_of_threads_and_nested_ones_have_their_bytes() {
 #[test]
 fn children_of_a_signal_handler_have_their_bytes() {
     forks_by("handler", recalls_min() / 4);
+}
+
+/// In the middle of which its handler forks.
+#[test]
+fn a_fork_that_is_interrupted_by_a_fork_ends_as_any_other() {
+    let Some(stage) = Stage::new("fork-inside", SIZE / 2, &[]) else { return };
+    let flags = ["-std=gnu11", "-shared", "-fPIC"].map(OsStr::new);
+    let library = compile("cc", &[source("fork_inside_library.c")], "libfork-inside.so", &flags);
+    let flags = [OsStr::new("-std=gnu11"), library.as_os_str()];
+    let program = compile("cc", &[source("fork_inside.c")], "malloc-fork-inside", &flags);
+    let mut command = stage.command(&program);
+    if stage.expect_ok(command.env("SIZE", SIZE.to_string())) {
+        stage.expect_work(recalls_min());
+    }
 }
 
 #[test]

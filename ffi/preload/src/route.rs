@@ -223,20 +223,16 @@ fn without_client(error: &Error) -> Outcome {
     }
 }
 
-static HELD: AtomicBool = AtomicBool::new(false);
-
 extern "C" fn before_fork() {
-    let held = ATTEMPT.hold_for_fork();
-    HELD.store(held, Ordering::Relaxed);
-    if held {
+    if ATTEMPT.hold_for_fork() {
         small::before_fork();
     }
 }
 
 extern "C" fn after_fork() {
-    if HELD.swap(false, Ordering::Relaxed) {
+    let outermost = ATTEMPT.end_fork();
+    if outermost.is_some() {
         small::after_fork();
-        ATTEMPT.release_after_fork();
     }
 }
 

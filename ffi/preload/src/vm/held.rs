@@ -8,7 +8,7 @@ use super::native::{self, Errno};
 use super::{Whose, change, whose};
 use crate::log;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 use tiermgr::changes::{
     Flags, GUARDED, MAPPED, NO_READ, NO_WRITE, NOT_FORKED, REPLACED, UNMAPPED, WIPED,
 };
@@ -94,16 +94,12 @@ pub(super) fn release(client: &Client) {
     }
 }
 
-static ACROSS_FORK: AtomicBool = AtomicBool::new(false);
-
 extern "C" fn before_fork() {
-    ACROSS_FORK.store(HOLDS.hold_for_fork(), Ordering::Relaxed);
+    let _held = HOLDS.hold_for_fork();
 }
 
 extern "C" fn after_fork() {
-    if ACROSS_FORK.swap(false, Ordering::Relaxed) {
-        HOLDS.release_after_fork();
-    }
+    drop(HOLDS.end_fork());
 }
 
 extern "C" fn nothing() {}
