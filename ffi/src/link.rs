@@ -220,15 +220,13 @@ impl Link {
             ));
         }
         let mut packet = vec![0_u8; PACKET_BYTES].into_boxed_slice();
-        let mut nonce_page = new_nonce_page()?;
         let give_up = monotonic_ns().saturating_add(nanoseconds(RESTART_WAIT));
         let limit = Limit::new(HANDSHAKE_WAIT, HANDSHAKE_WAIT);
         let mut pause_ns = RETRY_NS_MIN;
-        let Joined { connection, family, attached, device } = loop {
-            match begin(&config, nonce_page, give_up, limit, &mut packet) {
+        let (nonce_page, Joined { connection, family, attached, device }) = loop {
+            match begin(&config, give_up, limit, &mut packet) {
                 Ok(Some(joined)) => break joined,
-                // The daemon has used it.
-                Ok(None) => nonce_page = new_nonce_page()?,
+                Ok(None) => {}
                 // A program that begins in the instant in which the daemon restarts would have to do
                 // without it for life.
                 Err(error) if may_come_back(&error, &config.socket) && monotonic_ns() < give_up => {
@@ -614,25 +612,30 @@ fn new_nonce_page() -> Result<usize> {
         .map_err(|error| Error::system("mapping a page for the daemon's checks", &error))
 }
 
-/// One attempt to begin a family. `None`: the daemon was killed over it and knows nothing of it now.
+/// One attempt to begin a family, with its nonce page. `None`: the daemon was killed over it and knows nothing
+/// of it now.
 ///
-/// Nothing is managed yet, so that whatever was made can be taken down at any time.
+/// Nothing is managed yet, so that whatever was made can be taken down at any time; but for the page, which the
+/// daemon may arm yet.
 fn begin(
     config: &Config,
-    nonce_page: usize,
     give_up: u64,
     limit: Limit,
     packet: &mut [u8],
-) -> Result<Option<Joined>> {
+) -> Result<Option<(usize, Joined)>> {
     let role = Role::Client { name: config.name.clone(), class: config.class };
     let Greeted::Invited(invitation) = attach::greet(&config.socket, role, limit, packet)? else {
         return Err(Error::new(Status::Protocol, "the daemon takes this program for another"));
     };
-    let mut joined = attach::attach(invitation, false, nonce_page, limit, packet)?;
+    let nonce_page = new_nonce_page()?;
+    let mut joined = attach::attach(invitation, false, nonce_page, limit, packet)
+        .inspect_err(|_| space::unmap_untouched_page(nonce_page))?;
     let mut pause_ns = RETRY_NS_MIN;
     loop {
         let error = match &joined.connection {
-            Ok(session) if session.owes == Owed::Nothing => return Ok(Some(joined)),
+            Ok(session) if session.owes == Owed::Nothing => {
+                return Ok(Some((nonce_page, joined)));
+            }
             Ok(_) => Error::new(Status::ConnectionLost, "the daemon does not answer"),
             Err(error) => error.clone(),
         };

@@ -149,7 +149,7 @@ fn open(start: usize, len: usize, locking: Locking) -> io::Result<()> {
 }
 
 /// Maps one private page of its own that nobody touches, kept apart from its neighbours by guards,
-/// and gives its address. It stays for the life of the process.
+/// and gives its address.
 ///
 /// # Errors
 /// As [`Reserved::new`].
@@ -159,6 +159,12 @@ pub fn untouched_page() -> io::Result<usize> {
     let middle = base + page;
     open(middle, page, Locking::Never).inspect_err(|_| unmap(base, 3 * page))?;
     Ok(middle)
+}
+
+/// Gives back what [`untouched_page`] gave, and nobody uses.
+pub fn unmap_untouched_page(start: usize) {
+    let page = page_bytes();
+    unmap(start - page, 3 * page);
 }
 
 /// Types for which bytes of zero are a value.

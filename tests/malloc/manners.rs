@@ -119,6 +119,11 @@ fn limits_that_a_program_sets_itself_are_lived_with() {
 }
 
 #[test]
+fn attempts_to_start_a_helper_leave_nothing_behind() {
+    at_half("no_helper", &[], 0);
+}
+
+#[test]
 fn handlers_may_interrupt_the_allocator() {
     at_half("handlers", &[], 0);
     let natively = run_within(&mut Command::new(program("handlers")), Duration::from_secs(60));

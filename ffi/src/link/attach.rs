@@ -160,7 +160,7 @@ pub(super) fn attach(
     };
     let arena = if is_child { None } else { Some(new_uffd()?) };
     let limbo_fd = new_uffd()?;
-    let limbo = reserve_limbo(&welcome)?;
+    let mut limbo = reserve_limbo(&welcome)?;
     let limbo_start = limbo.as_ref().map_or(0, |limbo| limbo.start() as u64);
     let config = HelperConfig {
         ring: ring.as_fd(),
@@ -171,6 +171,10 @@ pub(super) fn attach(
     };
     let helper = unless_short_of_processes(|| helper::spawn(&config))
         .map_err(|error| {
+            // A child tries again, for as long as it lives.
+            if let Some(limbo) = limbo.take() {
+                limbo.unmap();
+            }
             let forbidden = error.kind() == io::ErrorKind::PermissionDenied;
             let what = if forbidden {
                 "starting the helper process, which a sandbox forbids (it takes clone, capset and seccomp)"

@@ -397,11 +397,14 @@ fn a_bad_greeting_is_an_error_and_leaves_nothing_behind() {
         assert_eq!(error.status, status, "{manner:?}: {error}");
     }
     daemon.book.behave(Manner::OddLimbo);
-    let before = open_files();
+    let mappings = || fs::read_to_string("/proc/self/maps").expect("proc").lines().count();
+    let (before, mappings_before) = (open_files(), mappings());
     for _ in 0..20 {
         let refused = Client::connect(daemon.config()).is_err();
         assert!(refused);
     }
+    // Others are threads of the script.
+    assert!(mappings() < mappings_before + 40, "{mappings_before} mappings became {}", mappings());
     // The script's own side of the connections closes a little later.
     let deadline = Instant::now() + Duration::from_secs(5);
     while open_files() > before + 2 {
