@@ -19,13 +19,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tiermgr_core::units::ProcId;
 use tiermgr_engine::error::EngineError;
-use tiermgr_engine::executor::{Executor, ExecutorConfig};
+use tiermgr_engine::executor::{Executor, ExecutorConfig, ProcessView};
 use tiermgr_engine::room::{Room, Share};
 use tiermgr_engine::state::FamilyState;
 use tiermgr_engine::store::Store;
 use tiermgr_engine::wake::Wake;
 use tiermgr_sys::probe::KernelFeatures;
-use tiermgr_sys::{proc, process};
+use tiermgr_sys::{pidfd, proc, process};
 use tiermgr_wire::chain;
 use tiermgr_wire::control::{ClientRow, FamilyStats, RegionRow};
 use tiermgr_wire::hello::Class;
@@ -451,10 +451,11 @@ impl Family {
         &self.executor
     }
 
-    /// The attached process with this pid.
+    /// The attached process that has this pid now: one that had it before may be kept for a while.
     #[must_use]
     pub fn find_process(&self, pid: i32) -> Option<ProcId> {
-        self.executor.processes().iter().find(|process| process.pid == pid).map(|found| found.proc)
+        let start_time = pidfd::start_time(pid).ok()?;
+        find_living(&self.executor.processes(), pid, start_time)
     }
 
     /// Notes a process that has shown itself, perhaps again.
@@ -535,6 +536,13 @@ impl Family {
         // Each change is one insert or remove: the map is whole even if somebody panicked.
         self.members.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn find_living(processes: &[ProcessView], pid: i32, start_time: u64) -> Option<ProcId> {
+    processes
+        .iter()
+        .find(|known| !known.gone && (known.pid, known.start_time) == (pid, start_time))
+        .map(|found| found.proc)
 }
 
 /// Counters without the gauges: what a family held it holds no more.
@@ -624,6 +632,26 @@ mod tests {
         for name in ["family-", "family-x", "family-1.txt", "store", "lock", "xfamily-1"] {
             assert_eq!(number_of(name), None, "{name}");
         }
+    }
+
+    #[test]
+    fn a_pid_that_another_process_had_before_is_not_taken_for_it() {
+        let view = |proc, pid, start_time, gone| ProcessView {
+            proc: ProcId(proc),
+            pid,
+            start_time,
+            gone,
+            helper_pid: 1,
+            forked: true,
+            regions: 1,
+        };
+        let [past, unseen, living] =
+            [view(1, 7, 100, true), view(2, 7, 200, false), view(3, 7, 300, false)];
+        // One that has ended is kept while its pages are needed, and may be known to live for a moment yet.
+        assert_eq!(find_living(&[past, unseen], 7, 300), None);
+        assert_eq!(find_living(&[past, unseen, living], 7, 300), Some(ProcId(3)));
+        assert_eq!(find_living(&[view(4, 7, 300, true)], 7, 300), None);
+        assert_eq!(find_living(&[view(5, 8, 300, false)], 7, 300), None);
     }
 
     #[test]

@@ -115,6 +115,10 @@ pub struct ProcessView {
     pub proc: ProcId,
     /// As the daemon's pid namespace numbers it; 0 where a forked child has not shown itself.
     pub pid: i32,
+    /// When it started, as [`tiermgr_sys::pidfd::start_time`] tells; 0 as above.
+    pub start_time: u64,
+    /// Whether it is known to have ended. Its pages may be needed yet.
+    pub gone: bool,
     /// Its helper; 0 where there is none.
     pub helper_pid: i32,
     /// Whether it was forked from another process of the family.
@@ -470,6 +474,8 @@ impl Executor {
         let views = self.procs.all().into_iter().map(|entry| ProcessView {
             proc: entry.proc,
             pid: entry.pid,
+            start_time: entry.start_time,
+            gone: entry.gone,
             helper_pid: entry.helper_pid,
             forked: entry.parent != ProcId(0),
             regions: u32::try_from(self.regions.count_of(entry.proc)).unwrap_or(u32::MAX),
