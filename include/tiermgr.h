@@ -33,7 +33,9 @@
  * joins the parent's family: they share one limit. Leases are the parent's alone. fork() waits for
  * calls of other threads that are under way, up to two seconds until the daemon greets and five until
  * it answers, and on a machine that is overloaded up to twelve until the child's helper runs. vfork()
- * and posix_spawn() are not affected. The child of a raw clone() can use the memory but not the client.
+ * and posix_spawn() are not affected. The child of a raw clone(), or of _Fork(), can use the memory but not
+ * the client, whose functions give NOT_PERMITTED. Where a signal handler that has interrupted the library
+ * forks, the child asks for itself what its parent was asking for, and joins the family with that.
  *
  * SPDX-License-Identifier: MIT OR Apache-2.0
  */

@@ -430,13 +430,19 @@ impl Arena {
     /// Gives back what [`Self::take_oldest_dirty`] or [`Self::take_oldest_doubtful`] took; false if
     /// [`Self::forget_discards`] has done so already.
     pub fn give_back(&mut self, block: Block, fate: Fate) -> bool {
-        let tag = self.tag(block.first);
-        if tag.state != BUSY || tag.pages != block.pages {
+        if !self.is_held(block) {
             return false;
         }
         self.held -= 1;
         self.free(block, fate);
         true
+    }
+
+    /// Whether a block is still taken.
+    #[must_use]
+    pub fn is_held(&self, block: Block) -> bool {
+        let tag = self.tag(block.first);
+        tag.state == BUSY && tag.pages == block.pages
     }
 
     /// In a forked child, for which nobody has ordered anything yet: what a discard of the parent's

@@ -223,6 +223,15 @@ impl Arenas {
         Ok(Excess { arena, block, is_doubtful, address, bytes })
     }
 
+    /// Whether a range is what somebody has taken to be discarded, and not given back.
+    #[must_use]
+    pub fn is_held(&self, address: usize, bytes: usize) -> bool {
+        self.pages_of(bytes)
+            .and_then(|pages| self.at(address, pages))
+            .and_then(|(arena, block)| Some(self.list[arena].as_ref()?.is_held(block)))
+            .unwrap_or(false)
+    }
+
     /// Whether all pages of a range are free and lie in one arena.
     #[must_use]
     pub fn is_free(&self, address: usize, bytes: usize) -> bool {

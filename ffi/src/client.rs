@@ -4,15 +4,17 @@ mod mapping;
 
 use crate::arenas::{Allocated, NotLive};
 use crate::cancel::Uncancelled;
+use crate::fds;
 use crate::fork;
 use crate::heap::{Discarded, Heap, Source};
-use crate::link::{Config, FILTERED, Failed, Link, Patience};
+use crate::link::{Birth, Config, FILTERED, Failed, Link, Patience};
 use crate::lock::{Entered, Guarded};
 use crate::sandbox::{self, Deed};
 use crate::space::{CHUNK, Locking, Reserved, page_bytes};
 use crate::status::{Error, Result, Status};
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tiermgr_sys::process::monotonic_ns;
@@ -99,6 +101,7 @@ const HUGE_PAGE_BYTES: usize = 2 << 20;
 #[derive(Debug)]
 pub struct Client {
     connected: Guarded<Connected>,
+    birth: Arc<Birth>,
     heap: Heap,
     class: Class,
     /// When a discard last found the daemon away.
@@ -118,13 +121,14 @@ impl Client {
             Heap::new(page_bytes())
         };
         let link = Link::connect(config)?;
-        let class = link.class();
+        let (class, birth) = (link.class(), link.birth());
         let client = Box::new(Self {
             connected: Guarded::new(Connected {
                 link,
                 regions: Vec::new(),
                 unanswered: Vec::new(),
             }),
+            birth,
             heap,
             class,
             last_away_ns: AtomicU64::new(0),
@@ -192,6 +196,12 @@ impl Client {
                     let handle = &raw const *region;
                     regions.push(region);
                     return Ok(handle);
+                }
+                // For its parent the daemon may have managed it already, and then for this child, too.
+                Err(failed) if failed.is_newborn => {
+                    if unanswered.len() < UNANSWERED_MAX {
+                        unanswered.push(range);
+                    }
                 }
                 // The daemon has managed it since the time before, under a number that nobody was told:
                 // it stays where it is.
@@ -308,8 +318,10 @@ impl Client {
     /// As [`Self::discard_range`]; but nothing of what failed happens later.
     pub fn discard_surely(&self, start: usize, len: usize) -> Result<()> {
         let _uncancelled = Uncancelled::new();
-        let mut is_asked = false;
+        // By whom: a child that is forked meanwhile has asked nothing.
+        let mut asked_by = None;
         loop {
+            let is_asked = asked_by == Some(fds::own_pid());
             // Programs discard often: of a daemon that stays away not every call may wait.
             let away = monotonic_ns().saturating_sub(self.last_away_ns.load(Ordering::Relaxed));
             let patience =
@@ -321,7 +333,7 @@ impl Client {
                 Err(failed) if failed.error.status == Status::ShuttingDown => {
                     return Err(failed.error);
                 }
-                Err(Failed { may_happen: true, .. }) => is_asked = true,
+                Err(Failed { may_happen: true, .. }) => asked_by = Some(fds::own_pid()),
                 // A daemon that is away says nothing of what it was asked before.
                 Err(Failed { error, .. }) if is_asked && error.status == Status::ConnectionLost => {
                 }
@@ -467,15 +479,27 @@ impl Client {
         self.connected.enter().ok_or(inside)
     }
 
+    /// Discards what the heap has set aside for this thread. In a child that a signal handler has forked since
+    /// then it is free, and may be somebody's.
+    fn discard_held(
+        &self,
+        connected: Entered<'_, Connected>,
+        address: usize,
+        bytes: usize,
+    ) -> Discarded {
+        if self.heap.is_held(address, bytes) {
+            tell_to_discard(connected, address, bytes)
+        } else {
+            Discarded::Refused
+        }
+    }
+
     /// First half of a fork: nobody is inside, so that the child's copy is whole. The order is that
     /// in which the locks nest.
     pub(crate) fn hold_for_fork(&self) {
         self.heap.hold_growth_for_fork();
-        if self.connected.hold_for_fork()
-            && let Some(mut connected) = self.connected.enter()
-        {
-            connected.link.note_armed();
-        }
+        let _held = self.connected.hold_for_fork();
+        self.birth.note_armed();
         self.heap.hold_arenas_for_fork();
     }
 
@@ -487,12 +511,11 @@ impl Client {
 
     /// In a forked child.
     pub(crate) fn join_family_after_fork(&self) {
-        // A fork from within a call (in a signal handler) leaves nothing that the child could use.
-        if self.connected.is_across_fork()
-            && let Some(mut connected) = self.connected.enter()
-        {
-            let Connected { link, regions, .. } = &mut *connected;
-            link.join_family_after_fork(regions.iter().map(|r| (r.start(), r.bytes())));
+        if self.connected.is_inside() {
+            // A signal handler has forked. The call that it interrupted goes on here, too: it joins.
+            self.birth.begin_inside();
+        } else if let Some(mut connected) = self.connected.enter() {
+            connected.link.join_family_after_fork();
         }
         self.heap.forget_discards();
     }
@@ -520,7 +543,7 @@ impl Source for Client {
     fn discard(&self, address: usize, bytes: usize) -> Discarded {
         // Another thread may be waiting there for a device.
         match self.connected.try_enter() {
-            Some(connected) => tell_to_discard(connected, address, bytes),
+            Some(connected) => self.discard_held(connected, address, bytes),
             None => Discarded::Refused,
         }
     }
@@ -542,7 +565,7 @@ fn tell_to_discard(
     bytes: usize,
 ) -> Discarded {
     let message = ToDaemon::Discard { start: address as u64, len: bytes as u64 };
-    match done(connected.link.request(&message, Patience::Brief)) {
+    match done(connected.link.request_as_same(&message, Patience::Brief)) {
         Ok(()) => Discarded::Done,
         Err(failed) if failed.may_happen => Discarded::Unknown,
         Err(_) => Discarded::Refused,
@@ -602,9 +625,13 @@ fn add_region(link: &mut Link, range: &Reserved, kind: Kind, name: &str) -> Answ
 fn drop_region(link: &mut Link, region: &mut Region) -> Result<()> {
     let drop = |link: &mut Link, region: &mut Region| {
         let message = ToDaemon::DropRegion { region: region.number };
-        let outcome = done(link.request(&message, Patience::Restart));
-        region.drop_unanswered |= outcome.as_ref().is_err_and(|failed| failed.may_happen);
-        outcome
+        loop {
+            let outcome = done(link.request(&message, Patience::Restart));
+            region.drop_unanswered |= outcome.as_ref().is_err_and(|failed| failed.may_happen);
+            if !outcome.as_ref().is_err_and(|failed| failed.is_newborn) {
+                return outcome;
+            }
+        }
     };
     match drop(link, region) {
         // The daemon took the earlier message: the region is gone, or going and busy yet. The range can

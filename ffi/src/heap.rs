@@ -465,6 +465,11 @@ impl Heap {
         }
     }
 
+    /// See [`Arenas::is_held`].
+    pub(crate) fn is_held(&self, address: usize, bytes: usize) -> bool {
+        self.arenas.enter().is_some_and(|arenas| arenas.is_held(address, bytes))
+    }
+
     /// In a forked child: [`Arenas::forget_discards`].
     pub(crate) fn forget_discards(&self) {
         if let Some(mut arenas) = self.arenas.enter() {

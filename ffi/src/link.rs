@@ -10,6 +10,7 @@
 //! A daemon that comes back has kept our regions; we greet it with the number of our family.
 
 mod attach;
+mod birth;
 mod talk;
 
 use crate::cancel::Uncancelled;
@@ -18,15 +19,16 @@ use crate::sandbox::{self, Deed};
 use crate::space;
 use crate::status::{Error, Result, Status};
 use attach::{Attached, Greeted, Invitation, Joined};
-use std::io;
+pub(crate) use birth::Birth;
+use birth::Whose;
 use std::ops::Range;
-use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
-use talk::{Limit, left, readable, receive, send};
+use talk::{Exchanged, Limit, answer, exchange, left, readable};
 use tiermgr_sys::process::monotonic_ns;
 use tiermgr_sys::sock::Stream;
-use tiermgr_sys::uffd::{self, Mode, Uffd};
+use tiermgr_sys::uffd::Uffd;
 pub use tiermgr_wire::hello::Class;
 use tiermgr_wire::hello::Role;
 use tiermgr_wire::reply::{ErrorCode, FromDaemon};
@@ -99,6 +101,9 @@ pub enum Patience {
     Restart,
 }
 
+/// What came of a request.
+pub type Answered = std::result::Result<FromDaemon, Failed>;
+
 /// A request that failed.
 #[derive(Clone, Debug)]
 pub struct Failed {
@@ -107,22 +112,25 @@ pub struct Failed {
     /// The daemon may have carried it out, or may do so at any time from now on. False: it was not
     /// carried out, and never will be.
     pub may_happen: bool,
+    /// This process was forked, by a signal handler, from the one that asked. The link is its own now; for itself it
+    /// has asked nothing.
+    pub is_newborn: bool,
 }
 
 impl Failed {
     pub(crate) const fn never(error: Error) -> Self {
-        Self { error, may_happen: false }
+        Self { error, may_happen: false, is_newborn: false }
     }
 
     const fn perhaps(error: Error) -> Self {
-        Self { error, may_happen: true }
+        Self { error, may_happen: true, is_newborn: false }
     }
 
     /// The daemon answered with an error.
     fn refused(code: ErrorCode, message: String) -> Self {
         // These two are also the answers to a request that was passed on and not waited for any longer.
         let may_happen = matches!(code, ErrorCode::Internal | ErrorCode::ShuttingDown);
-        Self { error: Error::because(code.into(), message), may_happen }
+        Self { error: Error::because(code.into(), message), may_happen, is_newborn: false }
     }
 
     /// The daemon answered something else than what was asked.
@@ -185,18 +193,16 @@ pub struct Link {
     /// The process that made it. A child of a raw clone must not speak on its parent's connection.
     pid: i32,
     family: u64,
-    nonce_page: usize,
     connection: Connection,
     pace: Pace,
-    /// Makes userfaultfds that the daemon has no part in, by an ioctl: programs may be forbidden the system call.
-    device: Fd,
+    birth: Arc<Birth>,
+    /// What the daemon manages for us: number, start and length.
+    regions: Vec<(u32, u64, u64)>,
     /// `None` in a forked child that could not attach yet, or was refused.
     attached: Option<Attached>,
     /// Of a child that had to attach again: the daemon may come to serve it by one of these, the oldest first, until
     /// it has said that it does by `attached`.
     earlier: Vec<Attached>,
-    /// Whether our memory was armed when this process, or its parent, was last about to fork.
-    was_armed: bool,
     /// In a child that nobody serves, and nobody ever will: see [`Link::guard`].
     guard: Option<Fd<Uffd>>,
     packet: Box<[u8]>,
@@ -219,6 +225,7 @@ impl Link {
                  be the first process there; have it allocate before that",
             ));
         }
+        let pid = fds::settle();
         let mut packet = vec![0_u8; PACKET_BYTES].into_boxed_slice();
         let give_up = monotonic_ns().saturating_add(nanoseconds(RESTART_WAIT));
         let limit = Limit::new(HANDSHAKE_WAIT, HANDSHAKE_WAIT);
@@ -235,18 +242,22 @@ impl Link {
                 Err(error) => return Err(error),
             }
         };
+        if !fds::is_settled(pid) {
+            // It is the parent's, in whose midst a signal handler has forked.
+            attached.leave();
+            return Err(FORKED);
+        }
         sandbox::note_start();
         Ok(Self {
             config,
-            pid: fds::settle(),
+            pid,
             family,
-            nonce_page,
             connection: Connection::Up(connection?),
             pace: Pace::FIRST,
-            device: Fd::new(device),
+            birth: Arc::new(Birth::new(Fd::new(device), nonce_page)),
+            regions: Vec::new(),
             attached: Some(attached),
             earlier: Vec::new(),
-            was_armed: false,
             guard: None,
             packet,
         })
@@ -264,28 +275,34 @@ impl Link {
         self.config.class
     }
 
-    /// Sends a request and waits for its answer.
+    /// Sends a request and waits for its answer. A child that a signal handler forks meanwhile asks for itself.
     ///
     /// # Errors
     /// What the daemon answers, or `ConnectionLost`; with `Patience::Brief` also where the daemon still
-    /// works at this or an earlier request. What can as well be carried out twice is asked again.
-    pub fn request(
-        &mut self,
-        message: &ToDaemon,
-        patience: Patience,
-    ) -> std::result::Result<FromDaemon, Failed> {
+    /// works at this or an earlier request. What can as well be carried out twice is asked again. `NotPermitted`
+    /// in the child of a raw clone.
+    pub fn request(&mut self, message: &ToDaemon, patience: Patience) -> Answered {
+        loop {
+            match self.request_as_same(message, patience) {
+                Err(failed) if failed.is_newborn && !failed.may_happen => {}
+                outcome => return outcome,
+            }
+        }
+    }
+
+    /// As [`Self::request`], but a child that is forked meanwhile asks nothing: what this is about may be
+    /// somebody else's there.
+    ///
+    /// # Errors
+    /// As [`Self::request`].
+    pub fn request_as_same(&mut self, message: &ToDaemon, patience: Patience) -> Answered {
         let _uncancelled = Uncancelled::new();
         if !sandbox::may(Deed::Ask) {
             return Err(Failed::never(FILTERED));
         }
-        if !fds::is_settled(self.pid) {
-            return Err(Failed::never(Error::new(
-                Status::ConnectionLost,
-                "this process was made by a raw clone of the one that connected; use fork, or connect anew",
-            )));
-        }
         let give_up = monotonic_ns().saturating_add(nanoseconds(RESTART_WAIT));
         loop {
+            self.be_whose_it_is(message)?;
             let session = match &mut self.connection {
                 Connection::Up(session) => session,
                 Connection::Down { .. } => {
@@ -305,35 +322,76 @@ impl Link {
                 self.take_what_is_owed().map_err(Failed::never)?;
                 continue;
             }
-            // A daemon that ended while nothing was asked shows itself only now: nothing was asked
-            // of it yet, so that asking the next one is no repetition.
-            if let Err(error) = send(&session.stream, message, &[], &mut self.packet) {
-                self.lost();
-                if patience == Patience::Brief || error.status != Status::ConnectionLost {
-                    return Err(Failed::never(error));
-                }
-                continue;
-            }
-            if patience == Patience::Brief && !readable(&session.stream, BRIEF_WAIT) {
-                session.owes = Owed::Answer;
-                return Err(Failed::perhaps(BUSY));
-            }
-            return match receive(&session.stream, &mut self.packet) {
-                Ok((FromDaemon::Error { code, message }, _)) => Err(Failed::refused(code, message)),
-                Ok((reply, _)) => Ok(reply),
-                Err(error) => {
+            let wait = (patience == Patience::Brief).then_some(BRIEF_WAIT);
+            let exchanged = exchange(&session.stream, message, wait, self.pid, &mut self.packet);
+            match exchanged {
+                Exchanged::Elsewhere => {}
+                // A daemon that ended while nothing was asked shows itself only now: nothing was asked
+                // of it yet, so that asking the next one is no repetition.
+                Exchanged::Unsent(error) => {
                     self.lost();
-                    if patience == Patience::Restart
+                    if patience == Patience::Brief || error.status != Status::ConnectionLost {
+                        return Err(Failed::never(error));
+                    }
+                }
+                Exchanged::Late => {
+                    session.owes = Owed::Answer;
+                    return Err(Failed::perhaps(BUSY));
+                }
+                Exchanged::Answered(FromDaemon::Error { code, message }) => {
+                    return Err(Failed::refused(code, message));
+                }
+                Exchanged::Answered(reply) => {
+                    self.note_regions(message, &reply);
+                    return Ok(reply);
+                }
+                Exchanged::Cut(error) => {
+                    self.lost();
+                    let is_repeated = patience == Patience::Restart
                         && error.status == Status::ConnectionLost
                         && may_be_repeated(message)
-                        && monotonic_ns() < give_up
-                    {
-                        continue;
+                        && monotonic_ns() < give_up;
+                    if !is_repeated {
+                        return Err(Failed::perhaps(error));
                     }
-                    Err(Failed::perhaps(error))
                 }
-            };
+            }
         }
+    }
+
+    /// A child that was forked inside a call takes the link over, and is told so.
+    fn be_whose_it_is(&mut self, message: &ToDaemon) -> std::result::Result<(), Failed> {
+        match self.whose() {
+            Whose::Own => Ok(()),
+            Whose::Strangers => Err(Failed::never(Error::new(
+                Status::NotPermitted,
+                "this process was made by a raw clone of the one that connected; use fork, or connect anew",
+            ))),
+            Whose::Newborns => {
+                self.join_family_after_fork();
+                // It has all that the daemon had carried out for its parent when it was forked.
+                let may_happen =
+                    matches!(message, ToDaemon::AddRegion { .. } | ToDaemon::DropRegion { .. });
+                Err(Failed { error: FORKED, may_happen, is_newborn: true })
+            }
+        }
+    }
+
+    fn note_regions(&mut self, message: &ToDaemon, reply: &FromDaemon) {
+        match (message, reply) {
+            (&ToDaemon::AddRegion { start, len, .. }, &FromDaemon::Region(number)) => {
+                self.regions.push((number, start, len));
+            }
+            (&ToDaemon::DropRegion { region }, FromDaemon::Done) => {
+                self.regions.retain(|&(number, ..)| number != region);
+            }
+            _ => {}
+        }
+    }
+
+    /// What the handlers of a fork need where its thread is inside of the link.
+    pub(crate) fn birth(&self) -> Arc<Birth> {
+        Arc::clone(&self.birth)
     }
 
     /// Ends the connection, and the helper. The caller has dropped all regions with the daemon's
@@ -357,74 +415,6 @@ impl Link {
             let _range = earlier.unlock_limbo();
         }
         self.attached.as_ref()?.unlock_limbo()
-    }
-
-    /// Before a fork: notes whether there is something that a child must not lose.
-    pub(crate) fn note_armed(&mut self) {
-        let _uncancelled = Uncancelled::new();
-        self.was_armed = sandbox::may(Deed::Look) && matches!(self.take_nonce_page(), Ok(None));
-    }
-
-    /// In a forked child: leaves what is the parent's, and joins its family. Where the daemon does
-    /// not answer in time the child goes on without a helper: its pages are served and do not park.
-    ///
-    /// `regions` are all that the client has, as `(start, len)`.
-    pub(crate) fn join_family_after_fork(&mut self, regions: impl Iterator<Item = (usize, usize)>) {
-        let _uncancelled = Uncancelled::new();
-        self.pid = fds::settle();
-        for inherited in self.attached.take().into_iter().chain(self.earlier.drain(..)) {
-            inherited.leave();
-        }
-        self.guard = None;
-        (self.connection, self.pace) = (Connection::Down { retry_ns: 0 }, Pace::FIRST);
-        if !sandbox::may(Deed::Join) {
-            return;
-        }
-        let give_up = monotonic_ns().saturating_add(nanoseconds(CHILD_WAIT));
-        loop {
-            let limit = Limit::new(left(give_up), ATTACH_WAIT);
-            let Err(error) = self.greet(limit) else { return };
-            if self.was_armed
-                && let Ok(Some(own)) = self.take_nonce_page()
-            {
-                self.guard(own, regions);
-                return;
-            }
-            let worth_it = self.was_armed && may_come_back(&error, &self.config.socket);
-            if !worth_it || monotonic_ns() >= give_up {
-                return;
-            }
-            std::thread::sleep(Duration::from_nanos(RETRY_NS_MIN));
-        }
-    }
-
-    /// A userfaultfd of our own that has the nonce page, unless that is armed by the daemon's.
-    fn take_nonce_page(&self) -> io::Result<Option<Uffd>> {
-        if !self.device.is_intact() {
-            return Err(io::ErrorKind::NotFound.into());
-        }
-        let fd = uffd::new_from_device(self.device.as_fd())?;
-        uffd::handshake(fd.as_fd(), 0)?;
-        let own = Uffd::from_fd(fd);
-        let bytes = space::page_bytes() as u64;
-        match own.register(self.nonce_page as u64, bytes, Mode::MISSING) {
-            Ok(_) => Ok(Some(own)),
-            Err(error) if error.raw_os_error() == Some(libc::EBUSY) => Ok(None),
-            Err(error) => Err(error),
-        }
-    }
-
-    /// Keeper and daemon were killed between our fork and the moment when we would have got our
-    /// userfaultfd: with it went what was armed, and what was parked would read as zeros. Armed by
-    /// ourselves it waits, as everybody else's does.
-    fn guard(&mut self, own: Uffd, regions: impl Iterator<Item = (usize, usize)>) {
-        for (start, len) in regions {
-            if own.register(start as u64, len as u64, Mode::MISSING).is_err() {
-                // Nothing may be read here any more.
-                std::process::abort();
-            }
-        }
-        self.guard = Some(Fd::list(Uffd::from_fd(fds::raise(own.into_fd()))));
     }
 
     fn reconnect(&mut self, patience: Patience, give_up: u64) -> Result<()> {
@@ -512,7 +502,7 @@ impl Link {
             }
             self.earlier.push(earlier);
         }
-        match attach::attach(invitation, true, self.nonce_page, limit, &mut self.packet) {
+        match attach::attach(invitation, true, self.birth.nonce_page(), limit, &mut self.packet) {
             Ok(Joined { connection, attached, .. }) => {
                 let is_confirmed = attached.is_confirmed();
                 self.attached = Some(attached);
@@ -539,8 +529,10 @@ impl Link {
     /// Receives what is owed. Afterwards the connection is good, or down.
     fn take_what_is_owed(&mut self) -> Result<()> {
         let Connection::Up(session) = &mut self.connection else { return Ok(()) };
-        let owed = std::mem::replace(&mut session.owes, Owed::Nothing);
-        match (owed, receive(&session.stream, &mut self.packet)) {
+        let Some(answer) = answer(&session.stream, self.pid, &mut self.packet) else {
+            return Ok(());
+        };
+        match (std::mem::replace(&mut session.owes, Owed::Nothing), answer) {
             // What it says is of no use any more: its range is asked for again.
             (Owed::Answer, Ok(_)) => {}
             (Owed::Attached, Ok((FromDaemon::Attached, given))) => {
@@ -580,6 +572,11 @@ impl Link {
 pub(crate) const FILTERED: Error = Error::new(
     Status::NotPermitted,
     "a seccomp filter that this program has installed ends it for a system call by which the daemon is asked",
+);
+
+const FORKED: Error = Error::new(
+    Status::ConnectionLost,
+    "a signal handler has forked this process in the middle of a request",
 );
 
 const BUSY: Error = Error::new(Status::ConnectionLost, "the daemon still works at a request");

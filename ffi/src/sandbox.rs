@@ -53,6 +53,7 @@ const ASK: &[Call] = &[
     (libc::SYS_recvmsg, [0; 3]),
     (POLL, [0; 3]),
     (libc::SYS_futex, [0; 3]),
+    (libc::SYS_rt_sigprocmask, [0; 3]),
     (libc::SYS_clock_nanosleep, [0; 3]),
 ];
 const GROW: &[Call] = &[
@@ -84,7 +85,6 @@ const JOIN: &[Call] = &[
     (libc::SYS_ioctl, [0, tiermgr_sys::abi::USERFAULTFD_IOC_NEW as u64, 0]),
     (libc::SYS_ioctl, [0, tiermgr_sys::abi::UFFDIO_MOVE as u64, 0]),
     (libc::SYS_mprotect, [0; 3]),
-    (libc::SYS_rt_sigprocmask, [0; 3]),
     (libc::SYS_clone, [libc::CLONE_VM as u64, 0, 0]),
     (libc::SYS_wait4, [0; 3]),
     (libc::SYS_dup3, [0; 3]),

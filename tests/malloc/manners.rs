@@ -131,6 +131,12 @@ fn handlers_may_interrupt_the_allocator() {
     assert!(natively.status.success(), "{}", said_by(&natively));
 }
 
+#[test]
+fn handlers_may_fork_in_the_middle_of_a_request() {
+    at_half("handler_forks", &[], 0);
+    at_half("handler_forks", &[("RAW", "1")], 0);
+}
+
 /// Runs a program that allocates by all functions, without a daemon, beside `preloads`.
 fn beside(program: &Path, preloads: &str, settings: &[(&str, &str)]) -> Output {
     let mut command = Command::new(program);

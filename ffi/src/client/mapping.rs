@@ -43,7 +43,10 @@ impl Client {
     /// Takes a range, all of mappings, back: the program has no access to it any more. Its bytes are dropped,
     /// now if that takes but a moment.
     pub fn unmap(&self, range: &Range<usize>) {
-        self.heap.unmap(range, || self.discard_now(range));
+        self.heap.unmap(range, || match self.connected.enter() {
+            Some(connected) => self.discard_held(connected, range.start, range.len()),
+            None => Discarded::Refused,
+        });
     }
 
     /// Waits for other threads, unlike the discards of `free`: what is unmapped is not used again before

@@ -6,7 +6,7 @@
 
 use super::talk::{Limit, open, readable, receive, send, unexpected};
 use super::{Owed, RESTART_WAIT, RETRY_NS_MIN, Session, nanoseconds};
-use crate::fds::Fd;
+use crate::fds::{self, Fd};
 use crate::sandbox::{self, Deed};
 use crate::space::{self, Locking, Reserved};
 use crate::status::{Error, Result, Status};
@@ -27,6 +27,8 @@ use tiermgr_wire::request::ToDaemon;
 /// What this process has made for the daemon.
 #[derive(Debug)]
 pub(super) struct Attached {
+    /// Who has made it. To a child that a signal handler forks it is somebody else's.
+    pid: i32,
     /// Kept open for as long as we live: with the last copy of a userfaultfd the kernel would forget
     /// what is armed, and answer a touch of a parked page with zeros. A forked child gets its own from
     /// the daemon.
@@ -64,13 +66,16 @@ impl Attached {
 
     /// After a lock of all memory. What is locked does not move, unless where it goes is locked too.
     pub(super) fn unlock_limbo(&self) -> Option<Range<usize>> {
-        let limbo = self.limbo.as_ref()?;
+        let limbo = self.limbo.as_ref().filter(|_| fds::is_settled(self.pid))?;
         limbo.unlock();
         Some(limbo.start()..limbo.start() + limbo.bytes())
     }
 
     /// Ends the helper. False: it does not end in time, and may still move pages.
     pub(super) fn stop_helper(&mut self) -> bool {
+        if !fds::is_settled(self.pid) {
+            return false;
+        }
         self.helper.stop();
         self.helper.reap(Duration::from_secs(1)).is_ok()
     }
@@ -87,7 +92,7 @@ impl Attached {
 
     /// In a forked child: leaves what is the parent's.
     pub(super) fn leave(self) {
-        let Self { arena, limbo_fd, limbo, helper, is_confirmed: _ } = self;
+        let Self { pid: _, arena, limbo_fd, limbo, helper, is_confirmed: _ } = self;
         drop(arena);
         drop(limbo_fd);
         // Limbo is not mapped here (MADV_DONTFORK), and its address is free for others; the
@@ -118,7 +123,7 @@ pub(super) fn greet(socket: &Path, role: Role, limit: Limit, packet: &mut [u8]) 
     let stream = open(socket, limit.for_greeting())?;
     let hello = ToDaemon::Hello(Hello { version: tiermgr_wire::VERSION, role });
     send(&stream, &hello, &[], packet)?;
-    match receive(&stream, packet)? {
+    match receive(&stream, limit.pid(), packet)? {
         (FromDaemon::Ready, given) => Ok(Greeted::Known(stream, given)),
         (FromDaemon::Welcome(welcome), given) => {
             Ok(Greeted::Invited(Invitation { stream, welcome, given }))
@@ -148,6 +153,7 @@ pub(super) fn attach(
     packet: &mut [u8],
 ) -> Result<Joined> {
     let Invitation { stream, welcome, given } = invitation;
+    let pid = limit.pid();
     let [device, ring, event] = <[OwnedFd; 3]>::try_from(given).map_err(|given| {
         let text = format!("the daemon greeted with {} descriptors instead of 3", given.len());
         Error::because(Status::Protocol, text)
@@ -172,7 +178,7 @@ pub(super) fn attach(
     let helper = unless_short_of_processes(|| helper::spawn(&config))
         .map_err(|error| {
             // A child tries again, for as long as it lives.
-            if let Some(limbo) = limbo.take() {
+            if let Some(limbo) = limbo.take().filter(|_| fds::is_settled(pid)) {
                 limbo.unmap();
             }
             let forbidden = error.kind() == io::ErrorKind::PermissionDenied;
@@ -183,7 +189,7 @@ pub(super) fn attach(
             };
             Error::system(what, &error)
         })?;
-    let mut attached = Attached { arena, limbo_fd, limbo, helper, is_confirmed: false };
+    let mut attached = Attached { pid, arena, limbo_fd, limbo, helper, is_confirmed: false };
 
     let message = ToDaemon::Attach(Attach {
         limbo_start,
@@ -198,7 +204,7 @@ pub(super) fn attach(
         return Err(error);
     }
     let connection = if readable(&stream, limit.for_answer()) {
-        match receive(&stream, packet) {
+        match receive(&stream, limit.pid(), packet) {
             Ok((FromDaemon::Attached, given)) if given.len() == usize::from(is_child) => {
                 attached.confirm(given);
                 Session::new(stream, Owed::Nothing)

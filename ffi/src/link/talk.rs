@@ -1,6 +1,7 @@
 //! Packets to and from the daemon.
 
-use super::{GREETING_MIN, nanoseconds};
+use super::{FORKED, GREETING_MIN, nanoseconds};
+use crate::fds;
 use crate::status::{Error, Result, Status, remedy};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -11,17 +12,30 @@ use tiermgr_sys::sock::Stream;
 use tiermgr_wire::reply::FromDaemon;
 use tiermgr_wire::request::ToDaemon;
 
+/// After so long a wait looks again whose process it is.
+const SLICE_MS: u64 = 100;
+
 /// How long an attempt waits for the daemon, from its greeting to its answer to an `Attach`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limit {
     by_ns: u64,
     /// For that answer it waits so long in any case, after a helper has taken its time to start.
     answer: Duration,
+    /// Whose attempt it is.
+    pid: i32,
 }
 
 impl Limit {
     pub(super) fn new(whole: Duration, answer: Duration) -> Self {
-        Self { by_ns: monotonic_ns().saturating_add(nanoseconds(whole)), answer }
+        Self {
+            by_ns: monotonic_ns().saturating_add(nanoseconds(whole)),
+            answer,
+            pid: fds::own_pid(),
+        }
+    }
+
+    pub(super) const fn pid(self) -> i32 {
+        self.pid
     }
 
     pub(super) fn for_greeting(self) -> Duration {
@@ -81,8 +95,16 @@ pub(super) fn send(
     }
 }
 
-pub(super) fn receive(stream: &Stream, packet: &mut [u8]) -> Result<(FromDaemon, Vec<OwnedFd>)> {
+/// For the process `pid`: what comes is not for a child that a signal handler forks.
+pub(super) fn receive(
+    stream: &Stream,
+    pid: i32,
+    packet: &mut [u8],
+) -> Result<(FromDaemon, Vec<OwnedFd>)> {
     loop {
+        if !fds::is_settled(pid) {
+            return Err(FORKED);
+        }
         match stream.recv_with_fds(packet) {
             Ok((0, _)) => {
                 return Err(Error::new(Status::ConnectionLost, "the daemon closed the connection"));
@@ -98,21 +120,136 @@ pub(super) fn receive(stream: &Stream, packet: &mut [u8]) -> Result<(FromDaemon,
 
 /// Whether something can be received, be it the end of the connection, within `wait`.
 pub(super) fn readable(stream: &Stream, wait: Duration) -> bool {
-    let deadline = monotonic_ns().saturating_add(nanoseconds(wait));
+    poll(stream, Some(wait), || true) == Heard::Something
+}
+
+/// What came of a wait for something to receive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Heard {
+    /// It can be received, be it the end of the connection.
+    Something,
+    /// The time is up.
+    Nothing,
+    /// This is another process than the one that was to wait, forked by a signal handler.
+    Elsewhere,
+}
+
+/// Waits until the process `pid` can receive something. Unlike a system call that receives this ends, whatever the
+/// program has asked for, where a signal handler was called.
+fn heard(stream: &Stream, wait: Option<Duration>, pid: i32) -> Heard {
+    poll(stream, wait, || fds::is_settled(pid))
+}
+
+fn poll(stream: &Stream, wait: Option<Duration>, goes_on: impl Fn() -> bool) -> Heard {
+    let deadline = wait.map(|wait| monotonic_ns().saturating_add(nanoseconds(wait)));
     let mut wanted =
         libc::pollfd { fd: stream.as_fd().as_raw_fd(), events: libc::POLLIN, revents: 0 };
     loop {
-        let left = deadline.saturating_sub(monotonic_ns()).div_ceil(1_000_000);
-        let left = i32::try_from(left).unwrap_or(i32::MAX);
+        let left = deadline
+            .map_or(u64::MAX, |deadline| deadline.saturating_sub(monotonic_ns()))
+            .div_ceil(1_000_000);
+        // A handler may have been called just before.
+        let slice = i32::try_from(left.min(SLICE_MS)).unwrap_or(i32::MAX);
         // SAFETY: poll reads and writes one `pollfd`, which is here.
-        let ready = unsafe { libc::poll(&raw mut wanted, 1, left) };
-        if ready >= 0 {
-            return ready > 0;
+        let ready = unsafe { libc::poll(&raw mut wanted, 1, slice) };
+        let is_interrupted =
+            ready < 0 && io::Error::last_os_error().kind() == io::ErrorKind::Interrupted;
+        if !goes_on() {
+            return Heard::Elsewhere;
         }
-        if io::Error::last_os_error().kind() != io::ErrorKind::Interrupted {
+        match ready {
+            0 if left <= SLICE_MS => return Heard::Nothing,
+            0 => {}
+            _ if is_interrupted => {}
             // The next call on the socket tells what is wrong with it.
-            return true;
+            _ => return Heard::Something,
         }
+    }
+}
+
+/// What came of a request.
+#[derive(Debug)]
+pub(super) enum Exchanged {
+    Answered(FromDaemon),
+    /// Nobody was asked.
+    Unsent(Error),
+    /// There is no answer yet.
+    Late,
+    /// There will be no answer.
+    Cut(Error),
+    /// This is another process than the one that asked, forked by a signal handler.
+    Elsewhere,
+}
+
+/// One request of the process `pid`. Its answer is waited for so long, or for ever.
+pub(super) fn exchange(
+    stream: &Stream,
+    message: &ToDaemon,
+    wait: Option<Duration>,
+    pid: i32,
+    packet: &mut [u8],
+) -> Exchanged {
+    {
+        let _undisturbed = Undisturbed::new();
+        if !fds::is_settled(pid) {
+            return Exchanged::Elsewhere;
+        }
+        if let Err(error) = send(stream, message, &[], packet) {
+            return Exchanged::Unsent(error);
+        }
+    }
+    if heard(stream, wait, pid) == Heard::Nothing {
+        return Exchanged::Late;
+    }
+    match answer(stream, pid, packet) {
+        Some(Ok((answer, _))) => Exchanged::Answered(answer),
+        Some(Err(error)) => Exchanged::Cut(error),
+        None => Exchanged::Elsewhere,
+    }
+}
+
+/// Waits for an answer to the process `pid`. `None`: this is another process, forked by a signal handler.
+pub(super) fn answer(
+    stream: &Stream,
+    pid: i32,
+    packet: &mut [u8],
+) -> Option<Result<(FromDaemon, Vec<OwnedFd>)>> {
+    if heard(stream, None, pid) == Heard::Elsewhere {
+        return None;
+    }
+    let _undisturbed = Undisturbed::new();
+    fds::is_settled(pid).then(|| receive(stream, pid, packet))
+}
+
+/// Keeps signal handlers from this thread for as long as it is there: what a child does that one of them forks
+/// comes after it. Not those of a fault of the thread's own.
+struct Undisturbed {
+    before: libc::sigset_t,
+}
+
+impl Undisturbed {
+    fn new() -> Self {
+        // SAFETY: zeros are a valid set.
+        let mut set: libc::sigset_t = unsafe { std::mem::zeroed() };
+        let mut before = set;
+        // SAFETY: the set is here.
+        unsafe { libc::sigfillset(&raw mut set) };
+        for fault in [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE, libc::SIGTRAP] {
+            // SAFETY: as above, and this is a signal.
+            unsafe { libc::sigdelset(&raw mut set, fault) };
+        }
+        // SAFETY: both sets are here.
+        unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, &raw mut before) };
+        Self { before }
+    }
+}
+
+impl Drop for Undisturbed {
+    fn drop(&mut self) {
+        // SAFETY: the set that was in force.
+        unsafe {
+            libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.before, std::ptr::null_mut())
+        };
     }
 }
 

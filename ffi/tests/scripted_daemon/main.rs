@@ -6,6 +6,7 @@
 
 mod attaching;
 mod confined;
+mod inside;
 mod preloaded;
 mod unanswered;
 
