@@ -41,6 +41,8 @@ pub const NOT_FORKED: Flags = 1024;
 pub const MAPPED: Flags = 2048;
 /// It may not have the advice that arenas have: about huge pages, dumps or merging.
 pub const ADVISED: Flags = 4096;
+/// What is mapped there may be anybody's: they found nothing there, and it stays when the block is freed.
+pub const TAKEN: Flags = 8192;
 /// All that tells of protection.
 pub const PROTECTION: Flags = NO_READ | NO_WRITE | EXEC | KEYED | UNSURE;
 

@@ -117,3 +117,20 @@ fn discards_while_the_daemon_is_stopped_and_killed() {
 fn vm_calls_without_a_daemon() {
     with_the_daemon("vm-alone");
 }
+
+fn nothing_lies_where_a_child_got_nothing(what: &str) {
+    // Less is limbo, which a child maps too, than what is not forked.
+    let Some(stage) = Stage::new("fork-holes", 128 << 20, &[]) else { return };
+    let mut command = stage.command(&program("fork_holes"));
+    stage.expect_ok(command.env("WHAT", what).env("SIZE", "96M"));
+}
+
+#[test]
+fn nothing_lies_in_a_block_where_a_child_got_nothing() {
+    nothing_lies_where_a_child_got_nothing("managed");
+}
+
+#[test]
+fn nothing_lies_in_what_a_child_did_not_get_of_a_mapping_over_a_block() {
+    nothing_lies_where_a_child_got_nothing("shared");
+}

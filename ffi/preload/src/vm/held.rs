@@ -10,7 +10,7 @@ use crate::log;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering};
 use tiermgr::changes::{
-    Flags, GUARDED, MAPPED, NO_READ, NO_WRITE, NOT_FORKED, REPLACED, UNMAPPED, WIPED,
+    Flags, GUARDED, MAPPED, NO_READ, NO_WRITE, NOT_FORKED, REPLACED, TAKEN, UNMAPPED, WIPED,
 };
 use tiermgr::client::Client;
 use tiermgr::fork;
@@ -104,29 +104,65 @@ extern "C" fn after_fork() {
 
 extern "C" fn nothing() {}
 
-extern "C" fn in_child() {
+/// Before anything is mapped in the child.
+extern "C" fn first_in_child() {
     if let Some(client) = crate::route::client() {
         close_what_was_not_forked(client);
+    }
+    after_fork();
+}
+
+extern "C" fn in_child() {
+    if let Some(client) = crate::route::client() {
         hold_anew(client);
     }
 }
 
 /// What the child did not get is not managed there. It is mapped without access at once, so that nothing
-/// else comes to lie in an arena.
+/// else comes to lie in an arena. Of what the program has put into one nobody knows whether the child got it.
 fn close_what_was_not_forked(client: &Client) {
-    for range in client.heap().changed(NOT_FORKED) {
-        close_hole(client, &range);
+    let kind = |flags: Flags| flags & (NOT_FORKED | REPLACED | UNMAPPED);
+    for range in client.heap().changed(NOT_FORKED | REPLACED) {
+        for run in client.heap().runs(range, kind) {
+            if run.kind & NOT_FORKED != 0 {
+                close_hole(client, &run.range);
+            } else if run.kind & UNMAPPED == 0 && may_have_holes(&run.range) {
+                close_holes(client, &run.range, &may_have_holes);
+            }
+        }
     }
+}
+
+/// Only in a forked child.
+fn may_have_holes(range: &Range<usize>) -> bool {
+    // What it got is forked anyway, so this changes nothing; and it fails where nothing is mapped.
+    // SAFETY: it changes no byte.
+    unsafe { native::madvise(range.start, range.len(), libc::MADV_DOFORK) }.is_err()
 }
 
 /// Of a part of an arena where nothing is mapped any more: maps there what has no access.
 pub(super) fn close_hole(client: &Client, range: &Range<usize>) {
+    close_holes(client, range, &|_| true);
+}
+
+/// The same where something is mapped in places: half by half, as far as there are holes.
+fn close_holes(client: &Client, range: &Range<usize>, has_holes: &impl Fn(&Range<usize>) -> bool) {
     let flags =
         libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
     // SAFETY: it replaces nothing.
     let held = unsafe { native::mmap(range.start, range.len(), libc::PROT_NONE, flags, -1, 0) };
+    let pages = range.len() / page_bytes();
+    if held == Err(libc::EEXIST) && pages > 1 {
+        let middle = range.start + pages / 2 * page_bytes();
+        for half in [range.start..middle, middle..range.end] {
+            if has_holes(&half) {
+                close_holes(client, &half, has_holes);
+            }
+        }
+        return;
+    }
     // Where somebody was faster, or there is no memory for it, the range is theirs.
-    let now = if held.is_ok() { REPLACED | UNMAPPED } else { REPLACED };
+    let now = if held.is_ok() { REPLACED | UNMAPPED } else { REPLACED | TAKEN };
     for run in client.heap().runs(range.clone(), |flags| flags & MAPPED) {
         retire(client, &run.range, run.kind);
     }
@@ -163,13 +199,14 @@ fn renewed(hold: Hold, outcome: Result<Option<u64>>) -> Option<Hold> {
     }
 }
 
-/// Keeps the lock across forks. To be called before all others that do so: of `prepare` handlers the first is
-/// called last, and whoever has this lock waits for no other.
+/// Keeps the lock across forks, and closes holes in the child. To be called before all others that do so: of
+/// `prepare` handlers the first is called last, and whoever has this lock waits for no other; of the child's it
+/// is called first, and the others map memory.
 ///
 /// # Errors
 /// `NoMemory`.
 pub(crate) fn keep_lock_across_forks() -> Result<()> {
-    fork::call_around(before_fork, after_fork, after_fork)
+    fork::call_around(before_fork, after_fork, first_in_child)
 }
 
 /// Follows forks. To be called after the client's handlers are installed: the child asks the daemon.

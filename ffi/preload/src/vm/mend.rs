@@ -5,7 +5,7 @@ use super::change;
 use super::layout::{cover, fork_as_usual, set_access};
 use super::native::{self, Errno};
 use std::ops::Range;
-use tiermgr::changes::{Flags, GUARDED, LOCKED, PROTECTION, REPLACED, UNMAPPED};
+use tiermgr::changes::{Flags, GUARDED, LOCKED, PROTECTION, REPLACED, TAKEN, UNMAPPED};
 use tiermgr::client::Client;
 
 /// The block at `address` is about to be freed. What cannot be put right stays changed: the heap gives it to
@@ -35,7 +35,7 @@ pub(crate) fn before_release(client: &Client, address: usize, bytes: usize) {
 
 fn mend(client: &Client, range: &Range<usize>, flags: Flags) -> Result<(), Errno> {
     if flags & REPLACED != 0 {
-        if flags & UNMAPPED == 0 {
+        if flags & (UNMAPPED | TAKEN) == 0 {
             cover(range)?;
         }
         // It is not managed, and cannot become so again.
