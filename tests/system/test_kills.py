@@ -294,3 +294,50 @@ def test_a_client_allocates_and_forks_after_the_daemon_was_killed(folder, worklo
         status = daemon.wait_until_empty()
         assert status["restarts"] == 1 and status["totals"]["forks"] == 1, status
         assert_empty(status)
+
+
+def proc_state(pid):
+    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def signal_all(pids, number):
+    for pid in pids:
+        os.kill(pid, number)
+    deadline = time.monotonic() + 10
+    while any((proc_state(pid) == "T") != (number == signal.SIGSTOP) for pid in pids):
+        assert time.monotonic() < deadline, [proc_state(pid) for pid in pids]
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("number", range(ROUNDS + 2))
+def test_programs_that_are_stopped_while_the_daemon_restarts_keep_their_helpers(
+        folder, workload, number):
+    """At a moment when the helper may have been told to move something; the first one was not."""
+    chance = random.Random(SEED * 1000 + number)
+    with product.Daemon(folder, DRAM, STORE) as daemon, Clients(daemon, workload) as clients:
+        if number == 0:
+            program = clients.hold(128)
+        else:
+            program = clients.start("fill", 160, 6)
+            daemon.wait_for(lambda s: s["totals"]["parked_pages"] > 5000)
+            time.sleep(chance.uniform(0, 0.3))
+        other = clients.hold(32)
+        helpers = helpers_of(daemon)
+        stopped = [program.pid, helpers[program.pid]]
+        before = daemon.status()
+        signal_all(stopped, signal.SIGSTOP)
+        os.kill(before["daemon_pid"], signal.SIGKILL)
+        # Nobody waits for those that are stopped.
+        daemon.wait_for(lambda s: s["daemon_pid"] != before["daemon_pid"], 5)
+        out, err = other.communicate("go\n", timeout=20)
+        assert other.returncode == 0 and out.endswith("right\n"), (out, err)
+        time.sleep(2)
+        signal_all(stopped, signal.SIGCONT)
+        if number == 0:
+            program.stdin.write("go\n")
+            program.stdin.flush()
+        moved = daemon.wait_for(lambda s: s["totals"]["parked_pages"] > 2000)
+        assert moved["totals"]["parked_pages"] > 2000, (moved, daemon.log_text())
+        _, err = program.communicate(timeout=100)
+        assert program.returncode == 0, (err, daemon.log_text())
+        assert "ending it" not in daemon.log_text(), daemon.log_text()

@@ -89,6 +89,14 @@ pub enum EngineError {
         /// The family's folder.
         path: PathBuf,
     },
+    /// What its helper was told by an earlier daemon may be carried out at any time once it goes on.
+    #[error(
+        "the program {pid} and its helper are stopped, the helper in the middle of a move: let them go on"
+    )]
+    Stopped {
+        /// The program.
+        pid: i32,
+    },
     /// The state directory's file system is full.
     #[error(
         "the file system of {path} has no room for {needed_bytes} bytes: make it larger (a tmpfs with \

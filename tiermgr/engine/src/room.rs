@@ -127,7 +127,16 @@ impl Room {
     /// is here already keeps its grant and gets its share again.
     pub fn join(&self, family: FamilyId, class: Class, wish: u64, wake: Arc<Wake>) -> Arc<Share> {
         let mut families = self.lock();
-        if let Some(known) = families.get(&family) {
+        if let Some(known) = families.get_mut(&family) {
+            // Whoever began for it before has given up, and would be woken in its place.
+            let before = &known.share;
+            known.share = Arc::new(Share {
+                family,
+                budget: AtomicU64::new(before.budget()),
+                used: AtomicU64::new(before.used.load(Ordering::Acquire)),
+                shrinking: AtomicU64::new(before.shrinking.load(Ordering::Acquire)),
+                wake,
+            });
             return Arc::clone(&known.share);
         }
         let granted = wish.min(free(self.total, &families));

@@ -90,10 +90,21 @@ pub fn is_running(pid: i32) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| is_alive(&stat))
 }
 
-/// The state of a process stands behind its name, which may hold anything.
 fn is_alive(stat: &str) -> bool {
-    let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
-    !matches!(state, None | Some('Z' | 'X'))
+    !matches!(state_in(stat), None | Some('Z' | 'X'))
+}
+
+/// The state of a process stands behind its name, which may hold anything.
+fn state_in(stat: &str) -> Option<char> {
+    stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next())
+}
+
+/// Whether a process runs no more for as long as somebody has it so: by SIGSTOP, a debugger, or the freezer of its
+/// cgroup, of which the state says nothing.
+pub fn is_stopped(pid: i32) -> bool {
+    let read = |name| std::fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap_or_default();
+    let frozen = || matches!(read("wchan").trim(), "do_freezer_trap" | "__refrigerator");
+    matches!(state_in(&read("stat")), Some('T' | 't')) || frozen()
 }
 
 /// Whether the effective user is root.
@@ -138,6 +149,22 @@ mod tests {
         assert!(is_alive("7 (a ) Z) S 1 7"));
         assert!(!is_alive("7 (a ) S) Z 1 7"));
         assert!(!is_alive("7 (a"));
+    }
+
+    #[test]
+    fn who_is_stopped_is_known_for_it() {
+        let mut sleeper = std::process::Command::new("sleep").arg("20").spawn().expect("sleep");
+        let pid = sleeper.id().cast_signed();
+        let signal = |number| {
+            // SAFETY: kill takes integers; the process is a child of ours that nobody has waited for.
+            assert_eq!(unsafe { libc::kill(pid, number) }, 0);
+            std::thread::sleep(std::time::Duration::from_millis(200));
+            is_stopped(pid)
+        };
+        let seen = (is_stopped(pid), signal(libc::SIGSTOP), signal(libc::SIGCONT));
+        sleeper.kill().expect("a child of ours");
+        sleeper.wait().expect("ended");
+        assert_eq!(seen, (false, true, false));
     }
 
     #[test]

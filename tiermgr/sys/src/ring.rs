@@ -369,7 +369,25 @@ impl RingOwner {
         self.ring_doorbell(true);
     }
 
-    /// Whether no command of a former epoch runs or will run.
+    /// Takes back what was asked for in former epochs and nobody has taken: a helper that is stopped cannot
+    /// acknowledge. `true`: no command of a former epoch runs or will run, as after an acknowledgement, but for
+    /// which nothing can be pushed. `false`: one was taken, and is unanswered.
+    pub fn revoke_former(&self) -> bool {
+        (0..ENTRIES).all(|index| {
+            let word = self.field(index, layout::WORD);
+            let mut seen = word.load(Ordering::SeqCst);
+            while seen & 0xff == layout::QUEUED && seen >> 32 != u64::from(self.epoch) {
+                let cancelled = seen & !0xff | layout::CANCELLED;
+                match word.compare_exchange(seen, cancelled, Ordering::SeqCst, Ordering::SeqCst) {
+                    Ok(_) => seen = cancelled,
+                    Err(now) => seen = now,
+                }
+            }
+            seen & 0xff != layout::TAKEN
+        })
+    }
+
+    /// Whether no command of a former epoch runs or will run, and new ones can be pushed.
     pub fn epoch_acknowledged(&self) -> bool {
         self.head(layout::EPOCH_ACK).load(Ordering::SeqCst) == self.epoch
     }

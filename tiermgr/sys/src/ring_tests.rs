@@ -121,6 +121,28 @@ fn a_successor_waits_for_the_acknowledgement() {
     second.push(drop_command(0)).expect("acknowledged");
 }
 
+/// A helper that is stopped does not answer, and must not find anything to do when it goes on.
+#[test]
+fn what_nobody_has_taken_is_taken_back_by_a_successor() {
+    let mut first = RingOwner::create().expect("ring");
+    let duplicates = |ring: &RingOwner| {
+        let memfd = ring.memfd().try_clone_to_owned().expect("dup");
+        (memfd, ring.eventfd().try_clone_to_owned().expect("dup"))
+    };
+    first.push(drop_command(0)).expect("room");
+    first.push(drop_command(0)).expect("room");
+    let words: Vec<_> = (0..2).map(|at| first.field(at, layout::WORD)).collect();
+    let word = |sequence, state| layout::word(1, sequence, state);
+    words[0].store(word(0, layout::TAKEN), Ordering::SeqCst);
+    let (memfd, event) = duplicates(&first);
+    let second = RingOwner::open(memfd, event).expect("attach");
+    assert!(!second.revoke_former(), "the first one may be running");
+    words[0].store(word(0, layout::DONE), Ordering::SeqCst);
+    assert!(second.revoke_former());
+    assert_eq!(words[1].load(Ordering::SeqCst), word(1, layout::CANCELLED));
+    assert!(!second.epoch_acknowledged());
+}
+
 #[test]
 fn what_is_no_ring_is_not_attached_to() {
     let event = || eventfd().expect("eventfd");

@@ -66,7 +66,7 @@ impl Families {
         let mut kept = BTreeSet::new();
         for (number, facts, result) in begun {
             kept.insert(number);
-            self.take_up(number, facts, result, RETRY_PAUSE);
+            self.take_up(number, facts, result, RETRY_PAUSE, "");
         }
         self.shared.store.give_back_dead(|number| kept.contains(&number));
         Ok(())
@@ -77,7 +77,8 @@ impl Families {
         number: u64,
         facts: FamilyFacts,
         result: Result<Arc<Executor>, EngineError>,
-        pause: Duration,
+        mut pause: Duration,
+        error_before: &str,
     ) {
         match result {
             Ok(executor) => {
@@ -87,14 +88,19 @@ impl Families {
                 self.lock().families.insert(number, Arc::new(family));
             }
             Err(error) => {
+                if matches!(error, EngineError::Stopped { .. }) {
+                    // They may go on at any time, and should not have to wait then.
+                    pause = RETRY_PAUSE;
+                }
                 let error = chain(&error);
-                tracing::error!(
-                    family = number,
-                    name = facts.name,
-                    error,
-                    again_in_s = pause.as_secs(),
-                    "a family cannot be taken up; its programs wait where they touch what was parked"
-                );
+                if error != error_before {
+                    tracing::error!(
+                        family = number,
+                        name = facts.name,
+                        error,
+                        "a family cannot be taken up yet; its programs wait where they touch what was parked"
+                    );
+                }
                 let next_try = Instant::now() + pause;
                 self.lock().waiting.push(Waiting { number, facts, error, next_try, pause });
             }
@@ -106,9 +112,9 @@ impl Families {
         let now = Instant::now();
         let due: Vec<Waiting> =
             self.lock().waiting.extract_if(.., |waiting| waiting.next_try <= now).collect();
-        for Waiting { number, facts, pause, .. } in due {
+        for Waiting { number, facts, pause, error, .. } in due {
             let result = Executor::recover(self.executor_config(number, facts.class));
-            self.take_up(number, facts, result, (pause * 2).min(RETRY_PAUSE_MAX));
+            self.take_up(number, facts, result, (pause * 2).min(RETRY_PAUSE_MAX), &error);
         }
     }
 

@@ -130,6 +130,8 @@ pub struct LinuxHost {
     /// A process was attached at some time: without any left, the family has ended.
     served: bool,
     next_look: Tick,
+    /// Some helper has not acknowledged the epoch that began with this host.
+    epochs_pending: bool,
     page_bytes: u64,
     extent_pages: usize,
     stats: HostStats,
@@ -168,6 +170,7 @@ impl LinuxHost {
             stopping: false,
             served: false,
             next_look: Tick(0),
+            epochs_pending: false,
             page_bytes,
             extent_pages: usize::try_from(EXTENT_BYTES / page_bytes).unwrap_or(1),
             stats: HostStats::default(),
@@ -458,6 +461,9 @@ impl Host for LinuxHost {
             let now = self.tick();
             if self.poison_delayed {
                 until = until.min(now.after_ns(POISON_AGAIN_NS));
+            }
+            if self.awaits_epoch() {
+                until = until.min(now.after_ns(LOOK_NS));
             }
             if !self.outcomes.is_empty() {
                 continue;

@@ -2,8 +2,10 @@
 //!
 //! Userfaultfds lie open under the numbers that the state files name; processes and helpers are known
 //! by number and start time; rings are fetched from the helpers. No command of the earlier daemon may
-//! run once the records are compared with the kernel: each helper acknowledges a new epoch first, or
-//! is ended.
+//! run once the records are compared with the kernel. So each helper acknowledges a new epoch first. One that
+//! is stopped cannot: what it has not taken is taken back, and it acknowledges when it goes on. Where it was
+//! stopped in the middle of a command and its program is stopped too, the family is taken up later; a helper
+//! that keeps programs waiting which run is ended.
 
 use super::headroom::Headroom;
 use super::proc::{Attached, Proc};
@@ -25,7 +27,7 @@ use tiermgr_sys::helper::{FD_ARENA, FD_EVENT, FD_LIMBO, FD_RING};
 use tiermgr_sys::keeper::{list_uffds, uffds_of};
 use tiermgr_sys::memory::{Pagemap, is_registered};
 use tiermgr_sys::pidfd;
-use tiermgr_sys::process::page_size;
+use tiermgr_sys::process::{self, page_size};
 use tiermgr_sys::ring::RingOwner;
 use tiermgr_sys::shm::FileId;
 use tiermgr_sys::task::with_memory;
@@ -33,14 +35,17 @@ use tiermgr_sys::uffd::{Mode, Uffd};
 
 /// A helper answers within a timer tick of its own, unless somebody has stopped it.
 const EPOCH_TIMEOUT: Duration = Duration::from_secs(1);
+/// Before what it was told is taken back from it.
+const EPOCH_PATIENCE: Duration = Duration::from_millis(20);
 const PAUSE: Duration = Duration::from_micros(200);
 
 impl LinuxHost {
     /// A host that goes on where an earlier one was killed. Blocks until no command of the earlier
-    /// one can run any more, up to a second or two where a helper has been stopped.
+    /// one can run any more, up to a second or two where a helper does not answer.
     ///
     /// # Errors
-    /// [`EngineError::Kernel`] where io_uring or memory cannot be had. No userfaultfd is closed then.
+    /// [`EngineError::Kernel`] where io_uring or memory cannot be had, [`EngineError::Stopped`]. No userfaultfd is
+    /// closed then.
     pub fn recover(
         config: HostConfig,
         state: FamilyState,
@@ -90,7 +95,7 @@ impl LinuxHost {
             host.procs.insert(proc);
             host.state.messages.lock(entry.proc)?;
         }
-        host.settle_epochs();
+        host.settle_epochs()?;
         host.announce(found, &lost);
         Ok(host)
     }
@@ -108,27 +113,51 @@ impl LinuxHost {
     }
 
     /// Waits until no helper runs a command of an earlier daemon.
-    fn settle_epochs(&mut self) {
+    fn settle_epochs(&mut self) -> Result<(), EngineError> {
         let begun = Instant::now();
         for at in 0..self.procs.live().len() {
-            let attached = self.procs.live_at(at).and_then(|known| known.attached.as_mut());
-            let Some(attached) = attached.filter(|attached| attached.helper_alive) else {
-                continue;
-            };
-            while !attached.ring.epoch_acknowledged() && begun.elapsed() < EPOCH_TIMEOUT {
+            while let Some(known) = self.procs.live_at(at)
+                && let Some(attached) = known.attached.as_mut().filter(|known| known.helper_alive)
+                && !attached.ring.epoch_acknowledged()
+            {
+                let waited = begun.elapsed();
+                if waited < EPOCH_PATIENCE {
+                    thread::sleep(PAUSE);
+                    continue;
+                }
+                if attached.ring.revoke_former() {
+                    self.epochs_pending = true;
+                    break;
+                }
+                if waited >= EPOCH_TIMEOUT {
+                    let helper = attached.helper_pid;
+                    tracing::error!(helper, "a helper does not answer; ending it");
+                    if let Some(process) = &attached.helper_pidfd {
+                        end_helper(process, helper);
+                    }
+                    attached.helper_alive = false;
+                    break;
+                }
+                let (pid, helper, exited) = (known.entry.pid, attached.helper_pid, attached.exited);
+                if !exited && process::is_stopped(helper) && self.procs.iter().all(is_still) {
+                    return Err(EngineError::Stopped { pid });
+                }
                 thread::sleep(PAUSE);
             }
-            if !attached.ring.epoch_acknowledged() {
-                tracing::warn!(
-                    helper = attached.helper_pid,
-                    "a helper does not answer; ending it: memory of its program moves no more"
-                );
-                if let Some(helper) = &attached.helper_pidfd {
-                    end_helper(helper, attached.helper_pid);
-                }
-                attached.helper_alive = false;
-            }
         }
+        Ok(())
+    }
+
+    /// Whether a helper has work that it cannot be told of yet. It wakes nobody when it can.
+    pub(super) fn awaits_epoch(&mut self) -> bool {
+        if self.epochs_pending {
+            self.epochs_pending = self.procs.iter().any(|known| {
+                known.attached.as_ref().is_some_and(|attached| {
+                    attached.helper_alive && !attached.ring.epoch_acknowledged()
+                })
+            });
+        }
+        self.epochs_pending
     }
 
     /// Prepares what the manager is told first.
@@ -167,6 +196,15 @@ impl LinuxHost {
         }
         self.to_replay = self.procs.live().to_vec();
         self.outcomes = events;
+    }
+}
+
+/// Whether nothing of a process can wait for us: it has ended, or somebody has stopped it. Of one that has not
+/// shown itself nobody knows.
+fn is_still(known: &Proc) -> bool {
+    match &known.attached {
+        Some(attached) => attached.exited || process::is_stopped(known.entry.pid),
+        None => known.entry.gone || known.entry.pid > 0,
     }
 }
 
