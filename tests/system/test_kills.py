@@ -341,3 +341,37 @@ def test_programs_that_are_stopped_while_the_daemon_restarts_keep_their_helpers(
         _, err = program.communicate(timeout=100)
         assert program.returncode == 0, (err, daemon.log_text())
         assert "ending it" not in daemon.log_text(), daemon.log_text()
+
+
+def test_a_family_that_is_stopped_in_the_middle_of_a_move_is_taken_up_when_it_goes_on(
+        folder, workload):
+    """Which pages it moves shows only then, and nobody else waits for that."""
+    with product.Daemon(folder, DRAM, STORE) as daemon, Clients(daemon, workload) as clients:
+        program, other = clients.hold(128), clients.hold(32)
+        helper, before = helpers_of(daemon)[program.pid], daemon.status()
+        signal_all([program.pid, helper], signal.SIGSTOP)
+        os.kill(before["daemon_pid"], signal.SIGSTOP)
+        as_if_taken(helper)
+        os.kill(before["daemon_pid"], signal.SIGKILL)
+        status = daemon.wait_for(lambda s: s["daemon_pid"] != before["daemon_pid"], 5)
+        assert status["families"] == 1, status
+        assert any("in the middle of a move" in line for line in status["warnings"]), status
+        out, err = other.communicate("go\n", timeout=20)
+        assert other.returncode == 0 and out.endswith("right\n"), (out, err)
+        time.sleep(2)
+        signal_all([program.pid, helper], signal.SIGCONT)
+        out, err = program.communicate("go\n", timeout=100)
+        assert program.returncode == 0 and out.endswith("right\n"), (out, err)
+        after = daemon.wait_until_empty()
+        assert_empty(after)
+        assert after["totals"]["parked_pages"] > 2000 and not after["warnings"], after
+
+
+def as_if_taken(helper):
+    """Writes into the ring of a helper what stands there while it carries out a command
+    (tiermgr/sys/src/ring.rs has the layout)."""
+    with open(f"/proc/{helper}/fd/6", "r+b", buffering=0) as ring:
+        entry = 4096
+        word = os.pread(ring.fileno(), 8, entry)
+        assert word[0] == 3, word
+        os.pwrite(ring.fileno(), bytes([2]) + word[1:], entry)
