@@ -84,11 +84,41 @@ def test_a_killed_client_gives_everything_back(daemon, hold):
     assert_empty(daemon.wait_until_empty())
 
 
-def test_a_client_that_loses_its_helper_keeps_its_bytes(daemon, hold):
-    process = hold()
-    os.kill(helper_of(daemon, process), signal.SIGKILL)
+def test_a_client_that_loses_its_helper_keeps_its_bytes_and_is_shown(daemon, start):
+    process = start("hold", 192)
+    assert process.stdout.readline() == "filled\n", process.communicate(timeout=20)
+    helper = helper_of(daemon, process)
+    os.kill(helper, signal.SIGKILL)
+    status = daemon.wait_for(lambda s: s["totals"]["without_helper_now"])
+    assert status["totals"]["without_helper_now"] == 1, status
+    assert any("lost their helper" in warning for warning in status["warnings"]), status
+    deadline = time.monotonic() + 10
+    while not (told := lost_helpers(daemon)):
+        assert time.monotonic() < deadline, daemon.log_text()
+        time.sleep(0.05)
+    assert len(told) == 1 and f"pid={process.pid} helper={helper}" in told[0], told
+    assert helper_of(daemon, process) == 0
+    # One that is taken up without a helper is as badly off.
+    os.kill(status["daemon_pid"], signal.SIGKILL)
+    after = daemon.wait_for(lambda s: s["daemon_pid"] != status["daemon_pid"])
+    assert after["totals"]["without_helper_now"] == 1, after
     finish(process)
+    assert_empty(status := daemon.wait_until_empty())
+    assert status["totals"]["without_helper_now"] == 0 and not status["warnings"], status
+
+
+def test_a_program_and_its_helper_that_end_together_are_nothing_to_warn_of(daemon, hold):
+    process = hold()
+    helper = helper_of(daemon, process)
+    os.kill(helper, signal.SIGKILL)
+    process.kill()
+    process.communicate(timeout=20)
     assert_empty(daemon.wait_until_empty())
+    assert not lost_helpers(daemon)
+
+
+def lost_helpers(daemon):
+    return [line for line in daemon.log_text().splitlines() if "the helper of a program has gone" in line]
 
 
 def test_a_client_outlives_the_serving_daemon(daemon, hold):

@@ -82,6 +82,13 @@ fn status(daemon: &Daemon) -> Status {
             totals.late_faults_now
         ));
     }
+    if totals.without_helper_now > 0 {
+        warnings.push(format!(
+            "{} programs have lost their helper, as the log says: their memory moves no more, and the limit does \
+             not hold for it until they are started again",
+            totals.without_helper_now
+        ));
+    }
     let store_percent = store.used_bytes.saturating_mul(100) / store.capacity_bytes.max(1);
     if store_percent >= STORE_WARN_PERCENT {
         warnings.push(format!(

@@ -556,6 +556,7 @@ const fn history_of(stats: FamilyStats) -> FamilyStats {
         budget_now_bytes: 0,
         pinned_now_bytes: 0,
         late_faults_now: 0,
+        without_helper_now: 0,
         ..stats
     }
 }

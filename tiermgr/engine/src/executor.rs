@@ -672,7 +672,8 @@ fn serve(begin: Begin, ended: &Ended, ready: &SyncSender<Result<(), EngineError>
 
 fn stats_of(driver: &mut Driver<LinuxHost, StateRecords>) -> FamilyStats {
     let now = driver.host.now();
-    family_stats(&driver.manager, &driver.watch, now)
+    let without_helper_now = driver.host.without_helper();
+    FamilyStats { without_helper_now, ..family_stats(&driver.manager, &driver.watch, now) }
 }
 
 fn answer_stats(driver: &mut Driver<LinuxHost, StateRecords>, ended: &Ended) {

@@ -45,5 +45,7 @@ pub fn family_stats<R: Records>(manager: &Manager<R>, watch: &Watch, now: Tick) 
         budget_now_bytes: manager.budget_bytes(),
         pinned_now_bytes: gauges.pinned_pages * page_bytes,
         late_faults_now: watch.late(now),
+        // Only a host knows.
+        without_helper_now: 0,
     }
 }

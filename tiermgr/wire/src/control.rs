@@ -124,6 +124,8 @@ pub struct FamilyStats {
     pub pinned_now_bytes: u64,
     /// Pages at which threads have slept for more than five seconds now.
     pub late_faults_now: u64,
+    /// Programs whose helper has gone: their memory moves no more, and the limit does not hold for it.
+    pub without_helper_now: u64,
 }
 
 impl FamilyStats {
@@ -151,6 +153,7 @@ impl FamilyStats {
         self.budget_now_bytes += other.budget_now_bytes;
         self.pinned_now_bytes += other.pinned_now_bytes;
         self.late_faults_now += other.late_faults_now;
+        self.without_helper_now += other.without_helper_now;
     }
 }
 

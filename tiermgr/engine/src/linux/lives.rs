@@ -3,7 +3,7 @@
 //! A client's end is told by its pidfd. A child that has not shown itself has only its descriptor,
 //! which never signals: it is looked at from time to time, by an ioctl that changes nothing.
 
-use super::proc::{Prepared, Proc};
+use super::proc::{Prepared, Proc, has_ended};
 use super::token::Token;
 use super::{LOOK_NS, LinuxHost};
 use crate::error::EngineError;
@@ -224,8 +224,36 @@ impl LinuxHost {
             });
             if ended {
                 self.tell_gone(id, events);
+            } else {
+                self.note_lost_helper(id);
             }
         }
+    }
+
+    /// Programs that live and whose helper does not.
+    pub(crate) fn without_helper(&self) -> u64 {
+        self.procs.iter().map(|known| u64::from(known.is_without_helper())).sum()
+    }
+
+    /// Says, once, what has become of a program whose helper has gone.
+    fn note_lost_helper(&mut self, id: ProcId) {
+        let Some(known) = self.procs.get_mut(id).filter(|known| known.lacks_helper_untold()) else {
+            return;
+        };
+        let process = known.attached.as_ref().and_then(|attached| attached.pidfd.as_ref());
+        if process.is_none_or(has_ended) {
+            return;
+        }
+        known.told_helper = true;
+        tracing::warn!(
+            family = self.config.family,
+            pid = known.entry.pid,
+            helper = known.entry.helper_pid,
+            "the helper of a program has gone: the program's memory moves no more, and the limit does not hold \
+             for it until it is started again"
+        );
+        known.entry.helper_pid = 0;
+        self.state.procs.put(&known.entry);
     }
 
     /// The helper answered while we slept.
@@ -250,7 +278,8 @@ impl LinuxHost {
 }
 
 fn is_to_be_looked_at(known: &Proc) -> bool {
-    !known.entry.gone && (known.attached.is_none() || known.disconnected)
+    let is_silent = known.attached.is_none() || known.disconnected;
+    !known.entry.gone && (is_silent || known.lacks_helper_untold())
 }
 
 /// Whether the process has become another program: its helper, left behind in the old memory, no

@@ -305,6 +305,8 @@ impl LinuxHost {
                         && known.attached.as_mut().is_some_and(Attached::has_helper_exited)
                     {
                         Self::helper_died(known, events);
+                        // By then it is known whether the program has ended with it.
+                        self.next_look = self.tick().after_ns(LOOK_NS);
                     }
                 }
                 Token::Store(_) => {}

@@ -154,7 +154,7 @@ impl Attached {
 }
 
 /// A poll may also end because it failed.
-fn has_ended(process: &OwnedFd) -> bool {
+pub(super) fn has_ended(process: &OwnedFd) -> bool {
     matches!(pidfd::wait(process.as_fd(), Duration::ZERO), Ok(true))
 }
 
@@ -179,6 +179,8 @@ pub(super) struct Proc {
     pub(super) to_poison: Vec<Span>,
     /// The log has said that mappings which are none of ours lie in its memory.
     pub(super) told_foreign: bool,
+    /// The log has said that its helper has gone.
+    pub(super) told_helper: bool,
     /// It has touched lost bytes that this kernel cannot poison.
     pub(super) touched_lost: Option<TouchedLost>,
 }
@@ -226,6 +228,7 @@ impl Proc {
             disconnected: false,
             to_poison: Vec::new(),
             told_foreign: false,
+            told_helper: false,
             touched_lost: None,
         }
     }
@@ -275,6 +278,19 @@ impl Proc {
             memory,
             headroom: Headroom::new(gauge),
         });
+    }
+
+    /// Whether the log is to say that the helper has gone.
+    pub(super) fn lacks_helper_untold(&self) -> bool {
+        !self.told_helper && self.is_without_helper()
+    }
+
+    /// Whether the program lives, as far as is known, and its helper does not.
+    pub(super) fn is_without_helper(&self) -> bool {
+        let lost = |attached: &Attached| {
+            !attached.helper_alive && !attached.exited && attached.pidfd.is_some()
+        };
+        !self.entry.gone && self.attached.as_ref().is_some_and(lost)
     }
 
     /// Closes everything: nothing of the process needs us any more.
