@@ -7,7 +7,7 @@ use crate::cancel::Uncancelled;
 use crate::fds;
 use crate::fork;
 use crate::heap::{Discarded, Heap, Source};
-use crate::link::{Birth, Config, FILTERED, Failed, Link, Patience};
+use crate::link::{Birth, Config, FILTERED, Failed, Link, Patience, Undisturbed};
 use crate::lock::{Entered, Guarded};
 use crate::sandbox::{self, Deed};
 use crate::space::{CHUNK, Locking, Reserved, page_bytes};
@@ -115,6 +115,8 @@ impl Client {
     /// As [`Link::connect`], and `TooManyClients`.
     pub fn connect(config: Config) -> Result<Box<Self>> {
         fork::install()?;
+        // A child that a signal handler forks meanwhile would speak for its parent, and lacks what the helper stands on.
+        let _undisturbed = Undisturbed::new();
         let heap = if config.extents {
             Heap::with_extents(HUGE_PAGE_BYTES)
         } else {

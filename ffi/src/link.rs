@@ -25,6 +25,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
+pub(crate) use talk::Undisturbed;
 use talk::{Exchanged, Limit, answer, exchange, left, readable};
 use tiermgr_sys::process::monotonic_ns;
 use tiermgr_sys::sock::Stream;
@@ -493,6 +494,8 @@ impl Link {
         if !sandbox::may(Deed::Join) {
             return Err(FILTERED);
         }
+        // As in `Client::connect`.
+        let _undisturbed = Undisturbed::new();
         if let Some(mut earlier) = self.attached.take() {
             // A connection that was cut off here may go on there for a moment. Without a helper nothing is
             // moved any more, whatever comes of it; what is in limbo already is kept.

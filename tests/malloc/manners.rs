@@ -132,6 +132,11 @@ fn handlers_may_interrupt_the_allocator() {
 }
 
 #[test]
+fn handlers_may_fork_while_the_program_connects() {
+    at_half("handler_connects", &[], 0);
+}
+
+#[test]
 fn handlers_may_fork_in_the_middle_of_a_request() {
     at_half("handler_forks", &[], 0);
     at_half("handler_forks", &[("RAW", "1")], 0);

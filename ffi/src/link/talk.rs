@@ -223,12 +223,13 @@ pub(super) fn answer(
 
 /// Keeps signal handlers from this thread for as long as it is there: what a child does that one of them forks
 /// comes after it. Not those of a fault of the thread's own.
-struct Undisturbed {
+#[derive(Debug)]
+pub(crate) struct Undisturbed {
     before: libc::sigset_t,
 }
 
 impl Undisturbed {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         // SAFETY: zeros are a valid set.
         let mut set: libc::sigset_t = unsafe { std::mem::zeroed() };
         let mut before = set;
