@@ -65,7 +65,7 @@ impl LinuxHost {
             let ours = entry.table == host.config.table;
             let open = if ours { &open } else { &nothing };
             if !ours {
-                host.forget_forks(&entry);
+                host.forget_forks(&entry, &found.procs);
             }
             let attached = reattach(&entry, open)?;
             let arena = match (take_fd(entry.arena_fd, open), &attached) {
@@ -74,10 +74,9 @@ impl LinuxHost {
             };
             let Some(arena) = arena else {
                 tracing::error!(
-                    pid = entry.pid,
-                    proc = entry.proc.0,
-                    "the userfaultfd of a process is gone: it waits for ever where it touches what \
-                     was parked, or reads zeros where nobody else holds that userfaultfd"
+                    process = who(&entry, &found.procs),
+                    "the userfaultfd of a process is gone: it waits until it is ended where it touches what \
+                     was parked, or reads zeros where nobody else holds that userfaultfd; end it"
                 );
                 lost.push(entry.proc);
                 continue;
@@ -100,14 +99,14 @@ impl LinuxHost {
         Ok(host)
     }
 
-    fn forget_forks(&self, entry: &ProcEntry) {
+    fn forget_forks(&self, entry: &ProcEntry, all: &[ProcEntry]) {
         let forks = self.state.messages.forget_forks(entry.proc);
         if forks > 0 {
             tracing::error!(
-                pid = entry.pid,
+                process = child_of(entry, all),
                 forks,
-                "processes were being forked when keeper and daemon ended together: what they \
-                 touch of memory that was parked reads as zeros; end them"
+                "processes were being forked when keeper and daemon ended together: what they touch of \
+                 memory that was parked reads as zeros, or they wait there until they are ended; end them"
             );
         }
     }
@@ -205,6 +204,28 @@ fn is_still(known: &Proc) -> bool {
     match &known.attached {
         Some(attached) => attached.exited || process::is_stopped(known.entry.pid),
         None => known.entry.gone || known.entry.pid > 0,
+    }
+}
+
+/// A process in words.
+fn who(entry: &ProcEntry, all: &[ProcEntry]) -> String {
+    match all.iter().find(|other| other.proc == entry.parent) {
+        _ if entry.pid > 0 => entry.pid.to_string(),
+        Some(parent) => child_of(parent, all),
+        None => "a forked one".to_owned(),
+    }
+}
+
+/// A child that had not shown its number, in words: it is among those that nobody knows.
+fn child_of(parent: &ProcEntry, all: &[ProcEntry]) -> String {
+    let is_known = |pid: &i32| all.iter().any(|other| [other.pid, other.helper_pid].contains(pid));
+    let lives = matches!(alive(parent.pid, parent.start_time), Ok(Some(_)));
+    let children = pidfd::children_of(parent.pid).ok().filter(|_| lives).unwrap_or_default();
+    let unknown: Vec<String> =
+        children.iter().filter(|pid| !is_known(pid)).map(i32::to_string).collect();
+    match unknown.is_empty() {
+        true => format!("a child of {}", parent.pid),
+        false => format!("a child of {}: {}", parent.pid, unknown.join(" or ")),
     }
 }
 
@@ -457,5 +478,29 @@ mod tests {
         helper.kill().expect("a child of ours");
         helper.wait().expect("ended");
         assert!(is_open(), "{found:?}");
+    }
+
+    /// A number of nobody helps nobody.
+    #[test]
+    fn a_child_without_a_number_is_named_by_its_parent() {
+        let mut child = std::process::Command::new("sleep").arg("20").spawn().expect("sleep");
+        let me = std::process::id().cast_signed();
+        let parent = ProcEntry {
+            proc: ProcId(1),
+            pid: me,
+            start_time: pidfd::start_time(me).expect("alive"),
+            ..ProcEntry::default()
+        };
+        let unborn = ProcEntry { proc: ProcId(2), parent: ProcId(1), ..ProcEntry::default() };
+        let known = ProcEntry { proc: ProcId(3), pid: child.id().cast_signed(), ..unborn };
+        let named = who(&unborn, &[parent, unborn]);
+        let not_named = who(&unborn, &[parent, unborn, known]);
+        child.kill().expect("a child of ours");
+        child.wait().expect("ended");
+        assert!(named.starts_with(&format!("a child of {me}: ")), "{named}");
+        let is_named =
+            |text: &str| text.split([' ', ':']).any(|word| word == known.pid.to_string());
+        assert!(is_named(&named) && !is_named(&not_named), "{named}, {not_named}");
+        assert_eq!(who(&known, &[parent, known]), known.pid.to_string());
     }
 }
