@@ -90,9 +90,7 @@ pub enum EngineError {
         path: PathBuf,
     },
     /// What its helper was told by an earlier daemon may be carried out at any time once it goes on.
-    #[error(
-        "the program {pid} and its helper are stopped, the helper in the middle of a move: let them go on"
-    )]
+    #[error("the helper of program {pid} is stopped in the middle of a move: let it go on")]
     Stopped {
         /// The program.
         pid: i32,

@@ -252,8 +252,11 @@ impl LinuxHost {
             "the helper of a program has gone: the program's memory moves no more, and the limit does not hold \
              for it until it is started again"
         );
-        known.entry.helper_pid = 0;
-        self.state.procs.put(&known.entry);
+        let helper = known.attached.as_ref().and_then(|attached| attached.helper_pidfd.as_ref());
+        if helper.is_none_or(has_ended) {
+            known.entry.helper_pid = 0;
+            self.state.procs.put(&known.entry);
+        }
     }
 
     /// The helper answered while we slept.

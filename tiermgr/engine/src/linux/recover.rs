@@ -131,8 +131,10 @@ impl LinuxHost {
                 if waited >= EPOCH_TIMEOUT {
                     let helper = attached.helper_pid;
                     tracing::error!(helper, "a helper does not answer; ending it");
-                    if let Some(process) = &attached.helper_pidfd {
-                        end_helper(process, helper);
+                    let process = attached.helper_pidfd.as_ref();
+                    if process.is_some_and(|process| !end_helper(process, helper)) {
+                        // A kill does not reach who is frozen, and who is killed may end with what it has begun.
+                        return Err(EngineError::Stopped { pid: known.entry.pid });
                     }
                     attached.helper_alive = false;
                     break;
@@ -408,14 +410,16 @@ fn fetch_from_thread(tid: i32, thread: &OwnedFd, address: u64) -> io::Result<Opt
     Ok(None)
 }
 
-/// Kills a helper and waits until nothing of it runs.
-fn end_helper(helper: &OwnedFd, pid: i32) {
+/// Kills a helper and waits until nothing of it runs; `false` where that takes too long.
+fn end_helper(helper: &OwnedFd, pid: i32) -> bool {
     if let Err(error) = pidfd::send_signal(helper.as_fd(), libc::SIGKILL) {
         tracing::error!(%error, helper = pid, "ending a helper");
     }
-    if !matches!(pidfd::wait(helper.as_fd(), EPOCH_TIMEOUT), Ok(true)) {
+    let ended = matches!(pidfd::wait(helper.as_fd(), EPOCH_TIMEOUT), Ok(true));
+    if !ended {
         tracing::error!(helper = pid, "a helper does not end");
     }
+    ended
 }
 
 /// The ring of a helper, in a new epoch; `None` where it is not the one that the helper was attached with.
