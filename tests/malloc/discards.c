@@ -1,6 +1,6 @@
 /* Threads that free large blocks side by side: of freed memory more than is kept is given back each time, and
  * what one thread gave back is the next block of another. Each page of a block is looked at just before it
- * is freed, and twice: what was told to be zero already must not become so later. */
+ * is freed: what was said to be forgotten already must not become zeros later. */
 #include "check.h"
 #include <pthread.h>
 
