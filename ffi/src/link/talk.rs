@@ -198,10 +198,12 @@ pub(super) fn exchange(
             return Exchanged::Unsent(error);
         }
     }
-    if heard(stream, wait, pid) == Heard::Nothing {
-        return Exchanged::Late;
+    match heard(stream, wait, pid) {
+        Heard::Nothing => return Exchanged::Late,
+        Heard::Elsewhere => return Exchanged::Elsewhere,
+        Heard::Something => {}
     }
-    match answer(stream, pid, packet) {
+    match take(stream, pid, packet) {
         Some(Ok((answer, _))) => Exchanged::Answered(answer),
         Some(Err(error)) => Exchanged::Cut(error),
         None => Exchanged::Elsewhere,
@@ -217,6 +219,15 @@ pub(super) fn answer(
     if heard(stream, None, pid) == Heard::Elsewhere {
         return None;
     }
+    take(stream, pid, packet)
+}
+
+/// The answer that has come.
+fn take(
+    stream: &Stream,
+    pid: i32,
+    packet: &mut [u8],
+) -> Option<Result<(FromDaemon, Vec<OwnedFd>)>> {
     let _undisturbed = Undisturbed::new();
     fds::is_settled(pid).then(|| receive(stream, pid, packet))
 }
