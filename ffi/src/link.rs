@@ -381,6 +381,8 @@ impl Link {
     fn note_regions(&mut self, message: &ToDaemon, reply: &FromDaemon) {
         match (message, reply) {
             (&ToDaemon::AddRegion { start, len, .. }, &FromDaemon::Region(number)) => {
+                // It may have been dropped without an answer, and be there under another number.
+                self.regions.retain(|&(_, known, _)| known != start);
                 self.regions.push((number, start, len));
             }
             (&ToDaemon::DropRegion { region }, FromDaemon::Done) => {
