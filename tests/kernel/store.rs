@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tiermgr_sys::disk::{StoreError, StoreFile, Wanted, claim};
 use tiermgr_sys::memory::{AnonBuffer, HUGE_PAGE};
+use tiermgr_sys::pool::BufferPool;
 use tiermgr_sys::uring::{BufferRange, Ring};
 use tiermgr_tests::harness::{begin, eventually, skip};
 use tiermgr_tests::memory::fork;
@@ -94,12 +95,14 @@ fn the_lock_of_a_dead_daemon_holds_until_its_writes_have_landed() {
         let begun = || -> Result<(), Box<dyn std::error::Error>> {
             std::fs::write(&procs, std::process::id().to_string())?;
             let store = open_store(&store_path, None, false)?;
-            let mut ring = Ring::new(4)?;
-            ring.register_buffers(vec![AnonBuffer::new(HUGE_PAGE)?])?;
+            let mut ring = Ring::new(4, 1)?;
+            let pool = BufferPool::new(HUGE_PAGE)?;
+            pool.reserve(1)?;
+            ring.put(0..1, pool.take().ok_or("reserved")?).map_err(|_lease| "a place")?;
             let file = ring.register_file(std::os::fd::AsFd::as_fd(&store))?;
             let whole = BufferRange { index: 0, bytes: 0..HUGE_PAGE };
             ring.buffer_mut(&whole)?.fill(2);
-            ring.write_fixed(file, whole, 0, 1)?;
+            ring.write(file, whole, 0, 1)?;
             ring.submit()?;
             daemon_end.send_with_fds(b"r", &[])?;
             loop {

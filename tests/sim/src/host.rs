@@ -195,6 +195,17 @@ impl World {
                     self.broken("slots are given back whole and at rest", what);
                 }
             }
+            Effect::WantStream => {
+                self.wants_stream = true;
+                if !self.rng.chance(self.scenario.streams_late) {
+                    self.lend_stream();
+                }
+            }
+            Effect::ReturnStream { stream } => {
+                if let Err(what) = self.store.return_stream(stream) {
+                    self.broken("a buffer has one user", what);
+                }
+            }
             Effect::WantRoom { bytes } => self.wants_room = bytes.max(1),
             Effect::Reply { request, reply } => self.on_reply(request, reply),
             Effect::Release { proc } => self.release(proc),

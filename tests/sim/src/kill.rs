@@ -33,6 +33,7 @@ impl World {
         self.ops.clear();
         self.poisons.clear();
         self.wants_slots = false;
+        self.wants_stream = false;
         self.wants_room = 0;
         self.requests.clear();
         let segments = self.store.daemon_died(&mut self.rng);

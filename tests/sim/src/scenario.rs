@@ -4,6 +4,7 @@
 
 use crate::kernel::Layout;
 use crate::rng::Rng;
+use tiermgr_core::limits::STREAM_BUFFERS;
 use tiermgr_core::manager::ManagerConfig;
 use tiermgr_core::units::{CHUNK_BYTES, Geometry};
 
@@ -124,6 +125,10 @@ pub struct Scenario {
     pub budget_moves: u32,
     /// Segments of the store.
     pub segments: u32,
+    /// Large buffers that the family is lent at most. None is enough to go on with.
+    pub streams: u16,
+    /// How often, in a thousand times, others have them all for a while.
+    pub streams_late: u32,
     /// Threads of the client.
     pub threads: usize,
     /// Processes at most, over the whole run.
@@ -172,13 +177,16 @@ impl Scenario {
         };
         let plentiful = rng.chance(600);
         // From a stream of its own: the seeds of the regressions stay what they were.
-        let has_poison = rng.clone().chance(600);
+        let mut apart = rng.clone();
+        let has_poison = apart.chance(600);
         Self {
             layout,
             config,
             budget_min_bytes: rng.range(2, budget_chunks) * CHUNK_BYTES,
             budget_moves: rng.pick(&[0, 0, 2, 20]),
             segments: if plentiful { 32 } else { crate::low32(rng.range(1, 3)) },
+            streams: apart.pick(&[0, 1, 2, STREAM_BUFFERS, STREAM_BUFFERS]),
+            streams_late: apart.pick(&[0, 0, 300, 1000]),
             threads: crate::ix(rng.range(1, 3)),
             procs_max: rng.pick(&[1, 2, 3, 5]),
             region_chunks_max: rng.range(1, 4),
@@ -237,6 +245,8 @@ impl Scenario {
             budget_min_bytes: 3 * CHUNK_BYTES,
             budget_moves: 0,
             segments: 64,
+            streams: STREAM_BUFFERS,
+            streams_late: 0,
             threads: 1,
             procs_max: 1,
             region_chunks_max: 3,

@@ -44,6 +44,9 @@ fn overlaps(a: BufRange, b: BufRange) -> bool {
 pub struct Store {
     page_bytes: u64,
     stream: Vec<Vec<u64>>,
+    /// Which of them the daemon has, and how many it may have.
+    lent: BTreeSet<u16>,
+    streams: u16,
     demand: Vec<Vec<u64>>,
     slots: BTreeMap<u32, Vec<u64>>,
     /// Pages of slots whose bytes went bad for good.
@@ -72,14 +75,16 @@ pub enum Fate {
 }
 
 impl Store {
-    /// An empty device with room for `segments`.
+    /// An empty device with room for `segments`. At most so many `streams` are lent at once.
     #[must_use]
-    pub fn new(page_bytes: u64, segments: u32) -> Self {
+    pub fn new(page_bytes: u64, segments: u32, streams: u16) -> Self {
         let chunk = crate::ix(CHUNK_BYTES / page_bytes);
         let extent = crate::ix(EXTENT_BYTES / page_bytes);
         Self {
             page_bytes,
             stream: vec![vec![GARBAGE; chunk]; usize::from(STREAM_BUFFERS)],
+            lent: BTreeSet::new(),
+            streams,
             demand: vec![vec![GARBAGE; extent]; usize::from(DEMAND_BUFFERS)],
             slots: BTreeMap::new(),
             bad: BTreeSet::new(),
@@ -94,6 +99,7 @@ impl Store {
 
     fn buffer(&mut self, buf: Buffer) -> Option<&mut Vec<u64>> {
         match buf {
+            Buffer::Stream(index) if !self.lent.contains(&index) => None,
             Buffer::Stream(index) => self.stream.get_mut(usize::from(index)),
             Buffer::Demand(index) => self.demand.get_mut(usize::from(index)),
         }
@@ -103,7 +109,7 @@ impl Store {
     ///
     /// # Errors
     ///
-    /// The range does not lie in one of the buffers of `limits.rs`, on page boundaries.
+    /// The range does not lie in one of the daemon's buffers, on page boundaries.
     pub fn staged(&mut self, range: BufRange) -> Result<&mut [u64], String> {
         let page = self.page_bytes;
         let (offset, len) = (u64::from(range.offset), u64::from(range.len));
@@ -113,7 +119,36 @@ impl Store {
         let (first, end) = (crate::ix(offset / page), crate::ix((offset + len) / page));
         self.buffer(range.buf)
             .and_then(|buffer| buffer.get_mut(first..end))
-            .ok_or_else(|| format!("{range:?} is not inside a staging buffer"))
+            .ok_or_else(|| format!("{range:?} is not inside a staging buffer that the daemon has"))
+    }
+
+    /// Lends a large buffer, if one is left. Others have had it meanwhile.
+    pub fn lend_stream(&mut self) -> Option<Event> {
+        if self.lent.len() >= usize::from(self.streams) {
+            return None;
+        }
+        let stream = (0..STREAM_BUFFERS).find(|n| !self.lent.contains(n))?;
+        self.lent.insert(stream);
+        self.buffer(Buffer::Stream(stream))?.fill(GARBAGE);
+        Some(Event::StreamLent { stream })
+    }
+
+    /// Takes a large buffer back.
+    ///
+    /// # Errors
+    ///
+    /// It was not lent, or the device works on it.
+    pub fn return_stream(&mut self, stream: u16) -> Result<(), String> {
+        let whole =
+            BufRange { buf: Buffer::Stream(stream), offset: 0, len: crate::low32(CHUNK_BYTES) };
+        if let Some(conflict) = self.conflict(whole, true) {
+            return Err(conflict);
+        }
+        if self.lent.remove(&stream) {
+            Ok(())
+        } else {
+            Err(format!("stream {stream} was not lent"))
+        }
     }
 
     /// Why the daemon's CPU may not touch `range` now: the device does. `filling` is true where the
@@ -303,6 +338,7 @@ impl Store {
                 self.finish_write(io, fate, rng);
             }
         }
+        self.lent.clear();
         self.stream.iter_mut().chain(&mut self.demand).for_each(|buffer| buffer.fill(GARBAGE));
         self.granted.keys().copied().map(SlotId).collect()
     }
@@ -336,7 +372,7 @@ mod tests {
 
     #[test]
     fn what_was_written_is_read() {
-        let mut store = Store::new(4096, 1);
+        let mut store = Store::new(4096, 1, 1);
         let mut rng = Rng::new(1);
         assert!(store.grant().is_some());
         assert!(store.grant().is_none(), "one segment was all");
@@ -352,7 +388,7 @@ mod tests {
 
     #[test]
     fn a_slot_is_not_written_while_it_is_read_and_a_buffer_has_one_user() {
-        let mut store = Store::new(4096, 1);
+        let mut store = Store::new(4096, 1, 1);
         store.grant();
         store.start(io(1, false, 1, Buffer::Demand(0))).unwrap();
         assert!(store.start(io(2, true, 1, Buffer::Demand(1))).is_err());
@@ -363,7 +399,7 @@ mod tests {
 
     #[test]
     fn chance_alone_fails_a_slot_only_so_often() {
-        let mut store = Store::new(4096, 1);
+        let mut store = Store::new(4096, 1, 1);
         let mut rng = Rng::new(1);
         store.grant();
         let mut outcomes = Vec::new();

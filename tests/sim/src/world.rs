@@ -90,6 +90,7 @@ pub struct World {
     pub(crate) requests: BTreeMap<RequestId, (usize, usize)>,
     pub(crate) poisons: Vec<(ProcId, Span)>,
     pub(crate) wants_slots: bool,
+    pub(crate) wants_stream: bool,
     pub(crate) wants_room: u64,
     pub(crate) last_messages: Vec<Event>,
     generations: u64,
@@ -118,7 +119,7 @@ impl World {
         let mut client = Process::new(ProcId(0), mm, scenario.threads);
         client.known = true;
         client.born = true;
-        let store = Store::new(scenario.layout.page_bytes, scenario.segments);
+        let store = Store::new(scenario.layout.page_bytes, scenario.segments, scenario.streams);
         let now = first_instant(rng.clone());
         Self {
             scenario,
@@ -143,6 +144,7 @@ impl World {
             requests: BTreeMap::new(),
             poisons: Vec::new(),
             wants_slots: false,
+            wants_stream: false,
             wants_room: 0,
             last_messages: Vec::new(),
             generations: 0,
@@ -406,7 +408,16 @@ impl World {
         false
     }
 
-    /// Grants of slots and room, and operators who change their minds.
+    pub(crate) fn lend_stream(&mut self) -> bool {
+        let lent = self.store.lend_stream();
+        self.wants_stream = lent.is_none();
+        lent.is_some_and(|event| {
+            self.tell(event);
+            true
+        })
+    }
+
+    /// Grants of slots, buffers and room, and operators who change their minds.
     fn some_operator(&mut self) -> bool {
         if self.wants_slots {
             self.wants_slots = false;
@@ -414,6 +425,14 @@ impl World {
                 self.tell(grant);
                 return true;
             }
+        }
+        if self.wants_stream && self.lend_stream() {
+            return true;
+        }
+        if self.rng.chance(self.scenario.streams_late / 10) {
+            let short = self.rng.chance(500);
+            self.tell(Event::StreamsShort { short });
+            return true;
         }
         if self.wants_room > 0 {
             self.wants_room = 0;

@@ -17,9 +17,9 @@ pub struct BufRange {
 /// A staging buffer. The manager hands the numbers out; only the host knows addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Buffer {
-    /// One of the chunk-sized buffers.
+    /// One of the chunk-sized buffers that are lent to the family.
     Stream(u16),
-    /// One of the extent-sized buffers.
+    /// One of the extent-sized buffers, the family's own.
     Demand(u16),
 }
 
@@ -178,6 +178,14 @@ pub enum Effect {
     ReturnSlots {
         /// First slot of the segment.
         first: SlotId,
+    },
+    /// Asks for one more chunk-sized buffer. Answered in time by `Event::StreamLent`, or by silence while
+    /// others have them.
+    WantStream,
+    /// Gives a chunk-sized buffer back: nothing uses it any more.
+    ReturnStream {
+        /// Its number.
+        stream: u16,
     },
     /// Asks for room. Answered in time by `Event::Budget`.
     WantRoom {

@@ -226,6 +226,16 @@ pub enum Event {
         /// How many.
         count: u32,
     },
+    /// A chunk-sized buffer was lent.
+    StreamLent {
+        /// Its number, below `STREAM_BUFFERS`, and no other that is lent has it.
+        stream: u16,
+    },
+    /// Whether others wait for chunk-sized buffers: each goes back after one use then.
+    StreamsShort {
+        /// They do.
+        short: bool,
+    },
     /// How many bytes the family may have in DRAM from now on, limbo included.
     Budget {
         /// Bytes.

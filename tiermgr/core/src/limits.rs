@@ -16,13 +16,12 @@ pub const REGIONS_MAX: usize = 4096;
 pub const LEASES_MAX: usize = 4096;
 /// Records of one family: 16 TiB of managed address space.
 pub const RECORDS_MAX: u32 = 1 << 28;
-/// Large staging buffers, one chunk each: reads ahead and writes.
+/// Large staging buffers, one chunk each, that a family is lent at most: reads ahead and writes.
 pub const STREAM_BUFFERS: u16 = 4;
-/// Small staging buffers, one extent each: the faulting extent comes first through these.
+/// Small staging buffers of each family, one extent each: the faulting extent comes first through these.
 pub const DEMAND_BUFFERS: u16 = 16;
 
-// A write and a read ahead can always be under way at once, and neither takes a buffer that a
-// faulting thread waits for.
+// A write and a read ahead can be under way at once. Half of the small ones are for faults alone.
 const _: () = assert!(STREAM_BUFFERS >= 2 && DEMAND_BUFFERS >= 2);
 // A mask of the extents of a chunk fits a `u32`.
 const _: () = assert!(CHUNK_EXTENTS <= u32::BITS);

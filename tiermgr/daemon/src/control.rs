@@ -8,6 +8,7 @@ use crate::daemon::Daemon;
 use crate::protocol::Refused;
 use tiermgr_wire::control::{ControlReply, ControlRequest, ROWS_MAX, Status, TierRow};
 use tiermgr_wire::reply::ErrorCode;
+use tiermgr_wire::size::Size;
 
 /// Share of the store, in percent, above which status warns.
 const STORE_WARN_PERCENT: u64 = 90;
@@ -106,6 +107,7 @@ fn status(daemon: &Daemon) -> Status {
         totals,
         dram_limit_bytes: room.total,
         dram_granted_bytes: daemon.families().lent_bytes(),
+        dram_own_bytes: room.kept,
         store_used_bytes: store.used_bytes,
         store_capacity_bytes: store.capacity_bytes,
         warnings,
@@ -126,7 +128,10 @@ fn tiers(daemon: &Daemon) -> Vec<TierRow> {
             reserved_bytes: room.reserved,
             free_bytes: room.free,
             total_bytes: room.total,
-            state: "ok".to_owned(),
+            state: match room.beyond {
+                0 => "ok".to_owned(),
+                beyond => format!("{} beyond its limit", Size(beyond)),
+            },
         },
         TierRow {
             name: "nvme".to_owned(),

@@ -8,8 +8,11 @@
 //! Not here: when the memory of a process is released. The executor finds out by itself that an
 //! address space is gone; what happens here follows from that.
 
+mod places;
 mod recover;
 
+pub use places::{BeginError, FAMILIES_MAX};
+use places::{FAMILY_OWN_BYTES, OWN_STEP_BYTES};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{self, Write};
@@ -18,20 +21,16 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tiermgr_core::units::ProcId;
-use tiermgr_engine::error::EngineError;
 use tiermgr_engine::executor::{Executor, ExecutorConfig, ProcessView};
-use tiermgr_engine::room::{Room, Share};
+use tiermgr_engine::room::Room;
+use tiermgr_engine::staging::Staging;
 use tiermgr_engine::state::FamilyState;
 use tiermgr_engine::store::Store;
-use tiermgr_engine::wake::Wake;
 use tiermgr_sys::probe::KernelFeatures;
 use tiermgr_sys::{pidfd, proc, process};
 use tiermgr_wire::chain;
 use tiermgr_wire::control::{ClientRow, FamilyStats, RegionRow};
 use tiermgr_wire::hello::Class;
-
-/// Families at once. Each has a thread and some ten MiB of staging buffers.
-pub const FAMILIES_MAX: usize = 512;
 
 /// What all executors share.
 #[derive(Debug)]
@@ -40,6 +39,8 @@ pub struct Shared {
     pub store: Arc<Store>,
     /// The DRAM ledger.
     pub room: Arc<Room>,
+    /// Staging memory.
+    pub staging: Arc<Staging>,
     /// What the kernel can do.
     pub features: KernelFeatures,
     /// Root-only folder on a tmpfs.
@@ -110,42 +111,10 @@ struct Member {
     regions: BTreeMap<u32, String>,
 }
 
-/// Why a family could not be begun.
-#[derive(Debug, thiserror::Error)]
-pub enum BeginError {
-    /// There are as many as there may be.
-    #[error("the daemon already serves {FAMILIES_MAX} programs")]
-    TooMany,
-    /// This user has as many as one user may have.
-    #[error(
-        "user {uid} already has {max} programs attached (`families_per_uid` in the configuration)"
-    )]
-    TooManyOfUser {
-        /// Who.
-        uid: u32,
-        /// How many.
-        max: u32,
-    },
-    /// What is to be written down cannot be.
-    #[error("writing down the family in {}", path.display())]
-    State {
-        /// Where.
-        path: PathBuf,
-        /// Why.
-        #[source]
-        source: io::Error,
-    },
-    /// The engine could not.
-    #[error(transparent)]
-    Engine(#[from] EngineError),
-}
-
 /// All families.
 #[derive(Debug)]
 pub struct Families {
     shared: Shared,
-    /// The daemon's own memory, entered in the ledger like that of a family.
-    own: Arc<Share>,
     attached_total: AtomicU64,
     inner: Mutex<Inner>,
 }
@@ -162,42 +131,20 @@ struct Inner {
     waiting: Vec<recover::Waiting>,
 }
 
-impl Inner {
-    /// Whether `uid` may have one more family. Root is bound by the total only: it could end the daemon.
-    fn check_room(&self, uid: u32, per_uid_max: u32) -> Result<(), BeginError> {
-        let served = self.families.values().map(|family| family.uid);
-        let waiting = self.waiting.iter().map(recover::Waiting::uid);
-        let owners = served.chain(waiting).chain(self.beginning.values().copied());
-        check_room(owners, uid, per_uid_max)
-    }
-}
-
-fn check_room(
-    owners: impl Iterator<Item = u32>,
-    uid: u32,
-    per_uid_max: u32,
-) -> Result<(), BeginError> {
-    let (mut all, mut own) = (0, 0);
-    for owner in owners {
-        all += 1;
-        own += u32::from(owner == uid);
-    }
-    if all >= FAMILIES_MAX {
-        return Err(BeginError::TooMany);
-    }
-    if uid != 0 && own >= per_uid_max {
-        return Err(BeginError::TooManyOfUser { uid, max: per_uid_max });
-    }
-    Ok(())
-}
-
 impl Families {
-    /// No families yet. `own_bytes` of the room are taken for the daemon itself.
+    /// No families yet.
     #[must_use]
-    pub fn new(shared: Shared, own_bytes: u64) -> Self {
-        let own = shared.room.join(u64::MAX, Class::Latency, own_bytes, Arc::new(Wake::silent()));
-        shared.room.report(&own, own_bytes);
-        Self { shared, own, attached_total: AtomicU64::new(0), inner: Mutex::default() }
+    pub fn new(shared: Shared) -> Self {
+        let families = Self { shared, attached_total: AtomicU64::new(0), inner: Mutex::default() };
+        families.keep_own();
+        families
+    }
+
+    /// Keeps what the daemon itself has in memory, and what its large buffers will take yet.
+    fn keep_own(&self) {
+        let Some(resident) = own_resident_bytes() else { return };
+        let own = resident + self.shared.staging.untouched_bytes();
+        self.shared.room.keep(own.next_multiple_of(OWN_STEP_BYTES));
     }
 
     /// What all executors share.
@@ -245,6 +192,7 @@ impl Families {
         let facts = FamilyFacts { secret: Secret(secret), name: name.to_owned(), class, uid };
         let mut inner = self.lock();
         inner.check_room(uid, self.shared.families_per_uid)?;
+        inner.check_dram(self.shared.room.usage())?;
         let number = inner.last_number + 1;
         inner.last_number = number;
         let path = self.facts_path(number);
@@ -254,6 +202,8 @@ impl Families {
             return Err(BeginError::State { path, source });
         }
         inner.beginning.insert(number, uid);
+        // Measured within a second; until then many may begin.
+        self.shared.room.keep_more(FAMILY_OWN_BYTES);
         drop(inner);
         let spawned = Executor::spawn(self.executor_config(number, class));
         let mut inner = self.lock();
@@ -266,6 +216,7 @@ impl Families {
             }
             Err(error) => {
                 drop(inner);
+                self.shared.room.keep_less(FAMILY_OWN_BYTES);
                 self.forget_files(number);
                 Err(error.into())
             }
@@ -319,7 +270,7 @@ impl Families {
     #[must_use]
     pub fn lent_bytes(&self) -> u64 {
         let room = self.shared.room.usage();
-        (room.used + room.reserved).saturating_sub(self.own.budget())
+        (room.used + room.reserved).saturating_sub(room.kept)
     }
 
     /// All families, by number.
@@ -339,12 +290,7 @@ impl Families {
                 family.forget_gone();
             }
         }
-        if let Some(bytes) = own_resident_bytes() {
-            // What executors stage in is theirs to account for only where the engine does it; here
-            // the whole process counts once.
-            self.shared.room.want(&self.own, bytes);
-            self.shared.room.report(&self.own, bytes);
-        }
+        self.keep_own();
     }
 
     /// Ends a family of which no process is left.
@@ -361,6 +307,7 @@ impl Families {
         if let Err(error) = family.executor.stop(false) {
             tracing::warn!(family = family.number, error = %chain(&error), "ending a family");
         }
+        self.shared.room.keep_less(FAMILY_OWN_BYTES);
         self.forget_files(family.number);
         tracing::info!(family = family.number, name = family.name, "the last process has gone");
     }
@@ -400,6 +347,7 @@ impl Families {
             state_dir: self.state_dir_of(number),
             store: Arc::clone(&self.shared.store),
             room: Arc::clone(&self.shared.room),
+            staging: Arc::clone(&self.shared.staging),
             features: self.shared.features.clone(),
             limbo_bytes: self.shared.limbo_bytes,
             table: self.shared.table,
@@ -612,18 +560,6 @@ mod tests {
         let text = toml::to_string(&facts).unwrap();
         assert_eq!(toml::from_str::<FamilyFacts>(&text).unwrap(), facts);
         assert!(toml::from_str::<FamilyFacts>(&format!("{text}x = 1\n")).is_err());
-    }
-
-    #[test]
-    fn one_user_cannot_take_all_places() {
-        let full = [7, 7, 8];
-        let room = |uid, max| check_room(full.into_iter(), uid, max);
-        assert!(room(8, 2).is_ok() && room(0, 1).is_ok());
-        let refused = room(7, 2).unwrap_err();
-        assert!(matches!(refused, BeginError::TooManyOfUser { uid: 7, max: 2 }));
-        assert!(refused.to_string().contains("families_per_uid"));
-        let all = std::iter::repeat_n(0, FAMILIES_MAX);
-        assert!(matches!(check_room(all, 0, 9), Err(BeginError::TooMany)));
     }
 
     #[test]

@@ -422,7 +422,9 @@ fn internal() -> Refused {
 
 fn not_begun(error: &BeginError) -> Refused {
     match error {
-        BeginError::TooMany | BeginError::TooManyOfUser { .. } => {
+        BeginError::TooMany
+        | BeginError::TooManyOfUser { .. }
+        | BeginError::TooLittleDram { .. } => {
             Refused::closing(ErrorCode::NoRoom, error.to_string())
         }
         BeginError::Engine(error) => Refused { close: true, ..engine_refusal(error) },

@@ -7,7 +7,7 @@ use crate::admit::{Admission, CONNECTIONS_MAX};
 use crate::config::machine::{is_on_tmpfs, not_on_tmpfs};
 use crate::config::{Config, ConfigError, LIMBO_BYTES_MIN};
 use crate::daemon::{Daemon, Identity};
-use crate::families::{Families, Shared, own_resident_bytes};
+use crate::families::{Families, Shared};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::resource::{Resource, getrlimit};
@@ -20,6 +20,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tiermgr_core::units::CHUNK_BYTES;
 use tiermgr_engine::room::Room;
+use tiermgr_engine::staging::Staging;
 use tiermgr_engine::store::{self, Store, StoreConfig};
 use tiermgr_sys::probe::{KernelFeatures, ProbeError};
 use tiermgr_sys::sock::Listener;
@@ -35,8 +36,8 @@ const OPEN_FILES_WANTED: u64 = 1 << 20;
 const OPEN_FILES_LEAST: u64 = 64;
 /// Below this, many clients with many children may not fit.
 const OPEN_FILES_ENOUGH: u64 = 1 << 14;
-/// What the first family will take for staging, rounded up: kept back before anybody asks.
-const STAGING_BYTES: u64 = 16 << 20;
+/// What the daemon takes with its first program, rounded up.
+const OWN_BYTES: u64 = 16 << 20;
 /// Limbo is at most this share of the DRAM limit.
 const LIMBO_SHARE: u64 = 4;
 
@@ -180,7 +181,7 @@ pub fn start(config: &Config, identity: Identity) -> Result<(Arc<Daemon>, Listen
     if dram_bytes < DRAM_BYTES_MIN {
         return Err(StartError::TooLittleDram {
             limit: Size(dram_bytes),
-            own: Size(STAGING_BYTES),
+            own: Size(OWN_BYTES),
             least: Size(DRAM_BYTES_MIN),
         });
     }
@@ -200,22 +201,21 @@ pub fn start(config: &Config, identity: Identity) -> Result<(Arc<Daemon>, Listen
     let store = open_store(config, identity)?;
     let table = table_of(identity.keeper_pid)
         .map_err(|error| StartError::Kernel("looking at the keeper", error))?;
-    let own_bytes = own_resident_bytes().unwrap_or(0) + STAGING_BYTES;
+    let staging = Staging::new(dram_bytes)
+        .map_err(|error| StartError::Kernel("mapping the staging buffers", error))?;
     let room = Arc::new(Room::new(dram_bytes));
     // Where pages cannot move they rest in their place, in as many chunks as limbo would have had.
     let limbo_bytes = limbo_bytes(config.limbo.0, dram_bytes);
-    let families = Families::new(
-        Shared {
-            store,
-            room,
-            features,
-            state_dir: config.state_dir.clone(),
-            limbo_bytes,
-            table,
-            families_per_uid: config.families_per_uid,
-        },
-        own_bytes,
-    );
+    let families = Families::new(Shared {
+        store,
+        room,
+        staging,
+        features,
+        state_dir: config.state_dir.clone(),
+        limbo_bytes,
+        table,
+        families_per_uid: config.families_per_uid,
+    });
     families.recover().map_err(|source| StartError::Folder {
         what: "reading",
         path: config.state_dir.clone(),

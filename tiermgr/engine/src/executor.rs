@@ -11,6 +11,7 @@ use crate::host::Host;
 use crate::linux::{HostConfig, LinuxHost, Prepared};
 use crate::mailbox::{Claim, Mail, Mailbox, answer};
 use crate::room::{Room, Share};
+use crate::staging::Staging;
 use crate::state::procs::FamilyInfo;
 use crate::state::procs::ProcDirectory;
 use crate::state::records::StateRecords;
@@ -78,6 +79,8 @@ pub struct ExecutorConfig {
     pub store: Arc<Store>,
     /// The DRAM that all families share.
     pub room: Arc<Room>,
+    /// The staging memory that all families share.
+    pub staging: Arc<Staging>,
     /// What the kernel can do.
     pub features: KernelFeatures,
     /// Limbo of each process, in bytes; a multiple of a chunk.
@@ -253,6 +256,7 @@ impl Executor {
             features: config.features,
             store: config.store,
             room: config.room,
+            staging: config.staging,
             share,
             budget_bytes: manager_config.budget_bytes,
             table: config.table,

@@ -18,6 +18,7 @@ pub mod room;
 #[cfg(test)]
 mod scratch;
 pub mod slots;
+pub mod staging;
 pub mod state;
 pub mod stats;
 pub mod store;

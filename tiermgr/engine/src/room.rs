@@ -1,8 +1,9 @@
 //! DRAM, shared out among families.
 //!
 //! Everything is counted in bytes. A family holds a *grant*; what it uses lies inside the grant, or
-//! above it for a moment while it shrinks. `used + reserved + free == total`, always, where `used` is
-//! the used part of all grants and `reserved` the rest of them.
+//! above it for a moment while it shrinks. The daemon itself *keeps* what it takes, before anybody is
+//! granted anything. `used + reserved + free == total`, always, where `used` is what is kept and the used
+//! part of all grants, and `reserved` the rest of them.
 //!
 //! **Problem.** Families come, want more, and go; none may take what another holds, and none may keep
 //! more than its fair share while another goes without.
@@ -98,7 +99,7 @@ impl Family {
 /// How a tier's bytes are divided. `used + reserved + free == total`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RoomUse {
-    /// Granted and in use.
+    /// Granted and in use, and what is kept.
     pub used: u64,
     /// Granted and not in use.
     pub reserved: u64,
@@ -106,28 +107,68 @@ pub struct RoomUse {
     pub free: u64,
     /// All of it.
     pub total: u64,
+    /// Of the used: the daemon's own.
+    pub kept: u64,
+    /// In use above grants, or kept above the total: what is to shrink. Counted nowhere else.
+    pub beyond: u64,
 }
 
 /// The DRAM ledger. Every call takes one lock for a few dozen instructions; no call blocks otherwise.
 #[derive(Debug)]
 pub struct Room {
     total: u64,
-    families: Mutex<BTreeMap<FamilyId, Family>>,
+    ledger: Mutex<Ledger>,
+}
+
+#[derive(Debug, Default)]
+struct Ledger {
+    /// The daemon's own.
+    kept: u64,
+    families: BTreeMap<FamilyId, Family>,
+}
+
+impl Ledger {
+    fn granted(&self) -> u64 {
+        self.families.values().map(|family| family.granted).sum()
+    }
 }
 
 impl Room {
     /// A ledger over `total` bytes.
     #[must_use]
     pub fn new(total: u64) -> Self {
-        Self { total, families: Mutex::new(BTreeMap::new()) }
+        Self { total, ledger: Mutex::default() }
+    }
+
+    /// Keeps so much for the daemon itself from now on. Where that is not free, families give it up in time.
+    pub fn keep(&self, bytes: u64) {
+        let mut ledger = self.lock();
+        if ledger.kept != bytes {
+            ledger.kept = bytes;
+            self.rebalance(&mut ledger);
+        }
+    }
+
+    /// Keeps more, at once.
+    pub fn keep_more(&self, bytes: u64) {
+        let mut ledger = self.lock();
+        ledger.kept = ledger.kept.saturating_add(bytes);
+        self.rebalance(&mut ledger);
+    }
+
+    /// Keeps less, until it is said again how much.
+    pub fn keep_less(&self, bytes: u64) {
+        let mut ledger = self.lock();
+        ledger.kept = ledger.kept.saturating_sub(bytes);
+        self.rebalance(&mut ledger);
     }
 
     /// Enters `family` with a grant of at most `wish`, and of less where less is free. `wake` is used
     /// whenever the budget changes otherwise than by the family's own [`Room::want`]. A family that
     /// is here already keeps its grant and gets its share again.
     pub fn join(&self, family: FamilyId, class: Class, wish: u64, wake: Arc<Wake>) -> Arc<Share> {
-        let mut families = self.lock();
-        if let Some(known) = families.get_mut(&family) {
+        let mut ledger = self.lock();
+        if let Some(known) = ledger.families.get_mut(&family) {
             // Whoever began for it before has given up, and would be woken in its place.
             let before = &known.share;
             known.share = Arc::new(Share {
@@ -139,7 +180,7 @@ impl Room {
             });
             return Arc::clone(&known.share);
         }
-        let granted = wish.min(free(self.total, &families));
+        let granted = wish.min(free(self.total, &ledger));
         let share = Arc::new(Share {
             family,
             budget: AtomicU64::new(granted),
@@ -147,7 +188,7 @@ impl Room {
             shrinking: AtomicU64::new(0),
             wake,
         });
-        families.insert(
+        ledger.families.insert(
             family,
             Family {
                 weight: weight(class),
@@ -157,24 +198,24 @@ impl Room {
                 share: Arc::clone(&share),
             },
         );
-        self.rebalance(&mut families);
+        self.rebalance(&mut ledger);
         share
     }
 
     /// Says that a budget of `wish` bytes in all would be of use. Raises the grant from what is free;
     /// where that is not enough, asks those above their fair share to shrink, and grows in time.
     pub fn want(&self, share: &Share, wish: u64) {
-        let mut families = self.lock();
-        let available = free(self.total, &families);
-        let Some(family) = families.get_mut(&share.family) else { return };
+        let mut ledger = self.lock();
+        let available = free(self.total, &ledger);
         // More than there is cannot be of use, and would only distort the shares of the others.
-        let wish = wish.min(self.total);
+        let wish = wish.min(self.total.saturating_sub(ledger.kept));
+        let Some(family) = ledger.families.get_mut(&share.family) else { return };
         family.wish = wish.max(family.granted);
         if family.target.is_none() {
             family.granted += available.min(wish.saturating_sub(family.granted));
             family.tell();
         }
-        self.rebalance(&mut families);
+        self.rebalance(&mut ledger);
     }
 
     /// Says what the family uses now, after it has obeyed the last budget that it saw. Takes the lock
@@ -188,28 +229,33 @@ impl Room {
 
     /// Takes `family` out; all that it held is free.
     pub fn leave(&self, share: &Share) {
-        let mut families = self.lock();
-        families.remove(&share.family);
-        self.rebalance(&mut families);
+        let mut ledger = self.lock();
+        ledger.families.remove(&share.family);
+        self.rebalance(&mut ledger);
     }
 
     /// How the bytes are divided now.
     #[must_use]
     pub fn usage(&self) -> RoomUse {
-        let families = self.lock();
-        let free = free(self.total, &families);
-        let used: u64 = families.values().map(|family| family.used().min(family.granted)).sum();
-        RoomUse { used, reserved: self.total - free - used, free, total: self.total }
+        let ledger = self.lock();
+        let (free, kept) = (free(self.total, &ledger), ledger.kept.min(self.total));
+        let families = ledger.families.values();
+        let granted_used: u64 = families.map(|family| family.used().min(family.granted)).sum();
+        // Grants are above what is left of the total for as long as it takes families to shrink.
+        let used = (kept + granted_used).min(self.total);
+        let all_used: u64 = ledger.families.values().map(Family::used).sum();
+        let beyond = (ledger.kept + all_used).saturating_sub(used);
+        RoomUse { used, reserved: self.total - free - used, free, total: self.total, kept, beyond }
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<FamilyId, Family>> {
+    fn lock(&self) -> MutexGuard<'_, Ledger> {
         // The ledger is consistent between any two statements that can panic: there are none.
-        self.families.lock().unwrap_or_else(PoisonError::into_inner)
+        self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn settle_shrink(&self, family: FamilyId) {
-        let mut families = self.lock();
-        let Some(known) = families.get_mut(&family) else { return };
+        let mut ledger = self.lock();
+        let Some(known) = ledger.families.get_mut(&family) else { return };
         let Some(target) = known.target else { return };
         let kept = known.used().max(target).min(known.granted);
         if kept == known.granted {
@@ -222,14 +268,16 @@ impl Room {
             known.wish = kept;
         }
         known.tell();
-        self.rebalance(&mut families);
+        self.rebalance(&mut ledger);
     }
 
     /// Gives out what is free to those that wish more, smallest share first, and has those above their
     /// fair share give what the others then lack.
-    fn rebalance(&self, families: &mut BTreeMap<FamilyId, Family>) {
-        let fair = fair_shares(self.total, families);
-        let mut available = free(self.total, families);
+    fn rebalance(&self, ledger: &mut Ledger) {
+        let mut available = free(self.total, ledger);
+        let overdrawn = (ledger.kept + ledger.granted()).saturating_sub(self.total);
+        let fair = fair_shares(self.total.saturating_sub(ledger.kept), &ledger.families);
+        let families = &mut ledger.families;
         let mut poorest_first: Vec<FamilyId> = families
             .iter()
             .filter(|(_, family)| family.target.is_none() && family.granted < family.wish)
@@ -253,7 +301,7 @@ impl Room {
                 }
             }
         }
-        let mut missing = 0;
+        let mut missing = overdrawn;
         for (id, family) in families.iter() {
             let due = family.wish.min(fair.get(id).copied().unwrap_or(0));
             missing += due.saturating_sub(family.granted);
@@ -278,10 +326,8 @@ impl Room {
     }
 }
 
-fn free(total: u64, families: &BTreeMap<FamilyId, Family>) -> u64 {
-    let granted: u64 = families.values().map(|family| family.granted).sum();
-    debug_assert!(granted <= total);
-    total.saturating_sub(granted)
+fn free(total: u64, ledger: &Ledger) -> u64 {
+    total.saturating_sub(ledger.kept).saturating_sub(ledger.granted())
 }
 
 /// Weighted max-min fair shares, in whole extents: nobody gets more than it wishes, and what one does
@@ -360,6 +406,31 @@ mod tests {
     }
 
     #[test]
+    fn what_the_daemon_keeps_comes_before_all_shares() {
+        let room = Room::new(100 * MIB);
+        room.keep(10 * MIB);
+        let shares: Vec<_> = (0..9).map(|n| join(&room, n, Class::Latency, 100 * MIB)).collect();
+        let all_use =
+            |room: &Room| shares.iter().for_each(|share| room.report(share, share.budget()));
+        for _ in 0..9 {
+            shares.iter().for_each(|share| room.want(share, 100 * MIB));
+            all_use(&room);
+        }
+        assert!(shares.iter().all(|share| share.budget() == 10 * MIB));
+        room.keep_more(45 * MIB);
+        assert_eq!(room.usage().beyond, 45 * MIB, "nobody has shrunk yet");
+        all_use(&room);
+        let held: u64 = shares.iter().map(|share| share.budget()).sum();
+        assert!(held <= 45 * MIB && shares.iter().all(|share| share.budget() >= 4 * MIB));
+        let usage = check(&room);
+        assert_eq!((usage.kept, usage.beyond), (55 * MIB, 0));
+        room.keep(101 * MIB);
+        shares.iter().for_each(|share| room.report(share, MIB));
+        assert!(shares.iter().all(|share| share.budget() == 0));
+        assert_eq!(check(&room).beyond, 10 * MIB);
+    }
+
+    #[test]
     fn classes_weigh_four_two_one() {
         let room = Room::new(70 * MIB);
         let bulk = join(&room, 1, Class::Bulk, 70 * MIB);
@@ -383,7 +454,7 @@ mod tests {
         room.leave(&b);
         assert_eq!(
             check(&room),
-            RoomUse { used: 0, reserved: 0, free: 100 * MIB, total: 100 * MIB }
+            RoomUse { free: 100 * MIB, total: 100 * MIB, ..RoomUse::default() }
         );
     }
 
@@ -482,7 +553,7 @@ mod tests {
             let room = Room::new(total);
             let mut shares: Vec<(Arc<Share>, u64)> = Vec::new();
             for step in 0..300 {
-                match random.below(5) {
+                match random.below(6) {
                     0 if shares.len() < 6 => {
                         let class = [Class::Latency, Class::Standard, Class::Bulk]
                             [usize::try_from(random.below(3)).unwrap()];
@@ -497,6 +568,7 @@ mod tests {
                         let at = usize::try_from(random.below(shares.len() as u64)).unwrap();
                         room.want(&shares[at].0, random.below(80) * MIB);
                     }
+                    4 => room.keep(random.below(total + MIB)),
                     _ => {
                         for (share, used) in &mut shares {
                             // Use follows the budget, up at once and down by steps.
@@ -514,6 +586,7 @@ mod tests {
                 }
                 check(&room);
             }
+            room.keep(random.below(total + 1));
             // With all at their budgets, and all wishing everything, nobody is below its share.
             for _ in 0..200 {
                 for (share, _) in &shares {
@@ -521,9 +594,9 @@ mod tests {
                     room.report(share, share.budget());
                 }
             }
-            let families = room.lock();
-            let fair = fair_shares(total, &families);
-            for (id, family) in families.iter() {
+            let ledger = room.lock();
+            let fair = fair_shares(total - ledger.kept, &ledger.families);
+            for (id, family) in &ledger.families {
                 assert!(
                     family.granted + EXTENT_BYTES >= fair[id],
                     "seed {seed}: {family:?} {fair:?}"

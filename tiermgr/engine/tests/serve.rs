@@ -22,6 +22,7 @@ use tiermgr_core::units::{Addr, ProcId, RegionId, Span};
 use tiermgr_engine::error::EngineError;
 use tiermgr_engine::executor::{Executor, ExecutorConfig, NewProcess};
 use tiermgr_engine::room::Room;
+use tiermgr_engine::staging::Staging;
 use tiermgr_engine::state::FamilyState;
 use tiermgr_engine::store::{Store, StoreConfig};
 use tiermgr_sys::probe::KernelFeatures;
@@ -192,6 +193,7 @@ fn config(
         state_dir: folders.state.join("family-7"),
         store: Arc::clone(store),
         room: Arc::clone(room),
+        staging: Staging::new(64 << 20).unwrap(),
         features: features.clone(),
         limbo_bytes: LIMBO_BYTES,
         table,

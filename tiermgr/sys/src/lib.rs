@@ -19,6 +19,7 @@ pub mod keeper;
 pub mod memory;
 pub mod nowait;
 pub mod pidfd;
+pub mod pool;
 pub mod probe;
 pub mod proc;
 pub mod process;

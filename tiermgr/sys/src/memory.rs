@@ -208,6 +208,16 @@ impl AnonBuffer {
     /// # Errors
     /// ENOMEM; EINVAL for no bytes.
     pub fn new(len: usize) -> io::Result<Self> {
+        let buffer = Self::untouched(len)?;
+        match buffer.madvise(libc::MADV_POPULATE_WRITE) {
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => buffer.touch(),
+            other => other?,
+        }
+        Ok(buffer)
+    }
+
+    /// The same, touched by whoever uses it.
+    pub(crate) fn untouched(len: usize) -> io::Result<Self> {
         let invalid = || io::Error::from_raw_os_error(libc::EINVAL);
         let len =
             len.checked_next_multiple_of(HUGE_PAGE).filter(|&len| len > 0).ok_or_else(invalid)?;
@@ -244,10 +254,6 @@ impl AnonBuffer {
         buffer.madvise(libc::MADV_HUGEPAGE).ok();
         buffer.madvise(libc::MADV_DONTFORK)?;
         buffer.madvise(libc::MADV_DONTDUMP)?;
-        match buffer.madvise(libc::MADV_POPULATE_WRITE) {
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => buffer.touch(),
-            other => other?,
-        }
         Ok(buffer)
     }
 

@@ -108,7 +108,7 @@ impl KernelFeatures {
     pub fn probe(assume_missing: &[String]) -> Result<Self, ProbeError> {
         let mut features = Self::default();
         features.probe_userfaultfd()?;
-        features.io_uring = uring::Ring::new(2).is_ok();
+        features.io_uring = uring::Ring::new(2, 0).is_ok();
         features.pidfd_getfd = can_fetch_descriptors();
         features.populate_write = can_populate();
         features.pagemap = can_read_pagemap();

@@ -1,18 +1,23 @@
 //! io_uring with registered buffers and files.
 //!
-//! The ring owns its buffers, so that a range that an operation in flight reads or writes cannot be
-//! touched meanwhile: [`Ring::buffer`] and [`Ring::buffer_mut`] refuse it, and so do operations that would
-//! overlap. Ranges in flight are few (at most the entries of the ring), so a look through them costs less
-//! than the copy that follows.
+//! The ring holds the leases of its buffers, so that a range that an operation in flight reads or writes
+//! cannot be touched meanwhile: [`Ring::buffer`] and [`Ring::buffer_mut`] refuse it, and so do operations
+//! that would overlap. Ranges in flight are few (at most the entries of the ring), so a look through them
+//! costs less than the copy that follows.
+//!
+//! A buffer is registered where it is first placed, if the kernel and the limit of locked memory allow:
+//! that makes operations faster, and nothing else depends on it.
 //!
 //! When a ring is dropped, or its process killed, operations in flight still end: a write to a disk may
-//! land seconds later. The lock on the store says when that is over ([`crate::disk`]).
+//! land seconds later. The lock on the store says when that is over ([`crate::disk`]). A lease that such an
+//! operation uses is never given back.
 
-use crate::memory::AnonBuffer;
+use crate::pool::{BufferPool, Lease};
 use io_uring::{IoUring, opcode, squeue, types};
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Files that a ring can have at most.
@@ -25,10 +30,10 @@ const QUIET: u64 = u64::MAX;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileIndex(u32);
 
-/// Part of a registered buffer.
+/// Part of a buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BufferRange {
-    /// Which buffer, in the order of registration.
+    /// The place of the buffer.
     pub index: usize,
     /// Which bytes of it.
     pub bytes: Range<usize>,
@@ -93,17 +98,41 @@ enum Use {
     Poll,
 }
 
+impl Use {
+    const fn range(&self) -> Option<&BufferRange> {
+        match self {
+            Self::Fills(range) | Self::Drains(range) => Some(range),
+            Self::Poll => None,
+        }
+    }
+}
+
 #[derive(Debug)]
 struct Operation {
     user_data: u64,
     uses: Use,
 }
 
+/// Where a buffer can be.
+#[derive(Debug, Default)]
+struct Place {
+    lease: Option<Lease>,
+    /// What the kernel knows under this number: the address, and whose memory it is, so that nothing
+    /// else can be there as long as we compare addresses.
+    registered: Option<(usize, Arc<BufferPool>)>,
+}
+
+impl Place {
+    fn knows(&self, lease: &Lease) -> bool {
+        let at = lease.as_mut_ptr().addr();
+        self.registered.as_ref().is_some_and(|&(known, _)| known == at)
+    }
+}
+
 /// An io_uring.
 pub struct Ring {
-    // Dropped before the buffers: the kernel's claim on them ends with the ring.
     ring: IoUring,
-    buffers: Vec<AnonBuffer>,
+    places: Vec<Place>,
     files: u32,
     /// By the number that the kernel knows an operation by.
     operations: Vec<Option<Operation>>,
@@ -113,7 +142,7 @@ pub struct Ring {
 impl std::fmt::Debug for Ring {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Ring")
-            .field("buffers", &self.buffers)
+            .field("places", &self.places)
             .field("files", &self.files)
             .field("in_flight", &self.in_flight())
             .finish_non_exhaustive()
@@ -121,11 +150,12 @@ impl std::fmt::Debug for Ring {
 }
 
 impl Ring {
-    /// Makes a ring for `entries` operations a submission (a power of two) and four times as many in flight.
+    /// Makes a ring for `entries` operations a submission (a power of two) and four times as many in flight,
+    /// with so many `places` for buffers.
     ///
     /// # Errors
     /// A [`SetupError`] inside where the cause is known; else the errno of io_uring_setup.
-    pub fn new(entries: u32) -> io::Result<Self> {
+    pub fn new(entries: u32, places: u16) -> io::Result<Self> {
         let ring = IoUring::builder().dontfork().build(entries).map_err(|error| {
             match error.raw_os_error() {
                 Some(libc::ENOSYS) => {
@@ -139,33 +169,70 @@ impl Ring {
         })?;
         let none = [-1; FILES_MAX as usize];
         ring.submitter().register_files(&none)?;
+        // Before Linux 5.19 there is no empty table: operations then name addresses.
+        ring.submitter().register_buffers_sparse(u32::from(places)).ok();
         let in_flight = usize::try_from(entries).map_err(io::Error::other)? * 4;
         Ok(Self {
             ring,
-            buffers: Vec::new(),
+            places: (0..places).map(|_| Place::default()).collect(),
             files: 0,
             operations: (0..in_flight).map(|_| None).collect(),
             free: (0..in_flight).rev().collect(),
         })
     }
 
-    /// Registers buffers, once. The kernel pins them.
+    /// Puts a buffer into one of these places, into one where it was before if it can, and gives the
+    /// place. May touch its memory.
     ///
     /// # Errors
-    /// ENOMEM: RLIMIT_MEMLOCK is in the way. EBUSY: done before.
-    pub fn register_buffers(&mut self, buffers: Vec<AnonBuffer>) -> io::Result<()> {
-        if !self.buffers.is_empty() {
-            return Err(io::Error::from_raw_os_error(libc::EBUSY));
-        }
-        let vectors: Vec<libc::iovec> = buffers
+    /// The lease, where no place of these is empty.
+    pub fn put(&mut self, places: Range<usize>, lease: Lease) -> Result<usize, Lease> {
+        let empty = |place: &Place| place.lease.is_none();
+        let among = self.places.get(places.clone()).unwrap_or_default();
+        let found = among
             .iter()
-            .map(|b| libc::iovec { iov_base: b.as_mut_ptr().cast(), iov_len: b.len() })
-            .collect();
-        // SAFETY: the buffers are mapped for as long as the ring lives, since it owns them and is dropped
-        // first.
-        unsafe { self.ring.submitter().register_buffers(&vectors) }?;
-        self.buffers = buffers;
-        Ok(())
+            .position(|place| empty(place) && place.knows(&lease))
+            .or_else(|| among.iter().position(|place| empty(place) && place.registered.is_none()))
+            .or_else(|| among.iter().position(empty));
+        let Some(index) = found.map(|at| places.start + at) else { return Err(lease) };
+        let Some(place) = self.places.get_mut(index) else { return Err(lease) };
+        if !place.knows(&lease) {
+            let vector = libc::iovec { iov_base: lease.as_mut_ptr().cast(), iov_len: lease.len() };
+            let number = u32::try_from(index).unwrap_or(u32::MAX);
+            // SAFETY: the memory is mapped, and not moved, for as long as the pool lives, which `registered`
+            // keeps until something else is registered in this place.
+            let done =
+                unsafe { self.ring.submitter().register_buffers_update(number, &[vector], None) };
+            let pool = Arc::clone(lease.pool());
+            place.registered = done.is_ok().then(|| (lease.as_mut_ptr().addr(), pool));
+        }
+        place.lease = Some(lease);
+        Ok(index)
+    }
+
+    /// Takes a buffer out of its place.
+    ///
+    /// # Errors
+    /// [`PushError::Busy`] while an operation uses it; [`PushError::NoSuchRange`] where there is none.
+    pub fn take_out(&mut self, index: usize) -> Result<Lease, PushError> {
+        let is_it = |range: &BufferRange| range.index == index;
+        if self.in_use().any(|uses| uses.range().is_some_and(is_it)) {
+            return Err(PushError::Busy);
+        }
+        let place = self.places.get_mut(index).ok_or(PushError::NoSuchRange)?;
+        place.lease.take().ok_or(PushError::NoSuchRange)
+    }
+
+    /// Whether the kernel knows the buffer in this place.
+    #[must_use]
+    pub fn is_registered(&self, index: usize) -> bool {
+        let place = self.places.get(index);
+        place.is_some_and(|place| place.lease.as_ref().is_some_and(|lease| place.knows(lease)))
+    }
+
+    fn lease(&self, index: usize) -> Result<&Lease, PushError> {
+        let place = self.places.get(index).ok_or(PushError::NoSuchRange)?;
+        place.lease.as_ref().ok_or(PushError::NoSuchRange)
     }
 
     /// Registers a file. The ring has its own reference: the caller may close `fd`.
@@ -189,8 +256,8 @@ impl Ring {
         if self.is_being_filled(range) {
             return Err(PushError::Busy);
         }
-        let buffer = self.buffers.get(range.index).ok_or(PushError::NoSuchRange)?;
-        buffer.as_slice().get(range.bytes.clone()).ok_or(PushError::NoSuchRange)
+        let bytes = self.lease(range.index)?.as_slice();
+        bytes.get(range.bytes.clone()).ok_or(PushError::NoSuchRange)
     }
 
     /// Bytes of a buffer, to be written.
@@ -201,8 +268,9 @@ impl Ring {
         if self.is_being_filled(range) || self.is_being_drained(range) {
             return Err(PushError::Busy);
         }
-        let buffer = self.buffers.get_mut(range.index).ok_or(PushError::NoSuchRange)?;
-        buffer.as_mut_slice().get_mut(range.bytes.clone()).ok_or(PushError::NoSuchRange)
+        let place = self.places.get_mut(range.index).ok_or(PushError::NoSuchRange)?;
+        let lease = place.lease.as_mut().ok_or(PushError::NoSuchRange)?;
+        lease.as_mut_slice().get_mut(range.bytes.clone()).ok_or(PushError::NoSuchRange)
     }
 
     fn in_use(&self) -> impl Iterator<Item = &Use> {
@@ -221,7 +289,7 @@ impl Ring {
     ///
     /// # Errors
     /// [`PushError`]; nothing is in flight then.
-    pub fn read_fixed(
+    pub fn read(
         &mut self,
         file: FileIndex,
         into: BufferRange,
@@ -232,9 +300,11 @@ impl Ring {
         if self.is_being_filled(&into) || self.is_being_drained(&into) {
             return Err(PushError::Busy);
         }
-        let entry = opcode::ReadFixed::new(types::Fixed(file.0), pointer, len, index)
-            .offset(offset)
-            .build();
+        let (file, known) = (types::Fixed(file.0), self.is_registered(into.index));
+        let entry = match known {
+            true => opcode::ReadFixed::new(file, pointer, len, index).offset(offset).build(),
+            false => opcode::Read::new(file, pointer, len).offset(offset).build(),
+        };
         self.push(entry, user_data, Use::Fills(into))
     }
 
@@ -242,7 +312,7 @@ impl Ring {
     ///
     /// # Errors
     /// [`PushError`]; nothing is in flight then.
-    pub fn write_fixed(
+    pub fn write(
         &mut self,
         file: FileIndex,
         from: BufferRange,
@@ -253,21 +323,24 @@ impl Ring {
         if self.is_being_filled(&from) {
             return Err(PushError::Busy);
         }
-        let entry = opcode::WriteFixed::new(types::Fixed(file.0), pointer.cast_const(), len, index)
-            .offset(offset)
-            .build();
+        let (file, known) = (types::Fixed(file.0), self.is_registered(from.index));
+        let pointer = pointer.cast_const();
+        let entry = match known {
+            true => opcode::WriteFixed::new(file, pointer, len, index).offset(offset).build(),
+            false => opcode::Write::new(file, pointer, len).offset(offset).build(),
+        };
         self.push(entry, user_data, Use::Drains(from))
     }
 
     fn place(&self, range: &BufferRange) -> Result<(*mut u8, u32, u16), PushError> {
-        let buffer = self.buffers.get(range.index).ok_or(PushError::NoSuchRange)?;
+        let lease = self.lease(range.index)?;
         let Range { start, end } = range.bytes;
-        if start >= end || end > buffer.len() {
+        if start >= end || end > lease.len() {
             return Err(PushError::NoSuchRange);
         }
         let len = u32::try_from(end - start).map_err(|_too_long| PushError::NoSuchRange)?;
         let index = u16::try_from(range.index).map_err(|_too_many| PushError::NoSuchRange)?;
-        Ok((buffer.as_mut_ptr().wrapping_add(start), len, index))
+        Ok((lease.as_mut_ptr().wrapping_add(start), len, index))
     }
 
     /// Completes once `fd` is readable.
@@ -315,9 +388,9 @@ impl Ring {
         if self.ring.submission().is_full() {
             self.submit().map_err(PushError::Submit)?;
         }
-        // SAFETY: a buffer that the entry names is owned by this ring, lies at the address given for as
-        // long as the ring lives, and is neither read nor written by us in a way that conflicts until the
-        // completion was taken (`operations`). Other entries name descriptors and integers only; a
+        // SAFETY: a buffer that the entry names is leased to this ring, and stays so until the completion was
+        // taken (`take_out`, `drop`); it lies at the address given, and is neither read nor written by us
+        // in a way that conflicts meanwhile (`operations`). Other entries name descriptors and integers only; a
         // descriptor that is closed meanwhile makes the operation fail.
         unsafe { self.ring.submission().push(entry) }.map_err(|_full| PushError::Full)
     }
@@ -380,6 +453,18 @@ fn harmless(result: io::Result<usize>) -> io::Result<()> {
             Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN) => Ok(()),
             _ => Err(error),
         },
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        // The kernel goes on with what is in flight after the ring has gone: nobody may get these bytes.
+        let Self { operations, places, .. } = self;
+        for range in operations.iter().flatten().filter_map(|operation| operation.uses.range()) {
+            if let Some(lease) = places.get_mut(range.index).and_then(|place| place.lease.take()) {
+                lease.never_free();
+            }
+        }
     }
 }
 

@@ -6,22 +6,18 @@ fn range(start: usize, len: usize) -> BufferRange {
     BufferRange { index: 0, bytes: start..start + len }
 }
 
+fn pool() -> Arc<BufferPool> {
+    let pool = BufferPool::new(HUGE_PAGE).expect("one in a block");
+    pool.reserve(2).expect("4 MiB");
+    pool
+}
+
 fn ring() -> Option<Ring> {
-    match Ring::new(8) {
+    match Ring::new(8, 2) {
         Ok(mut ring) => {
-            let buffer = AnonBuffer::new(HUGE_PAGE).expect("2 MiB");
-            match ring.register_buffers(vec![buffer]) {
-                // The limit of locked memory is one for all that a user runs; root has none.
-                Err(error) if error.raw_os_error() == Some(libc::ENOMEM) => {
-                    eprintln!("skipped: locking 2 MiB: {error}");
-                    assert!(std::env::var_os("TIERMGR_CI_STRICT").is_none(), "{error}");
-                    None
-                }
-                registered => {
-                    registered.expect("register");
-                    Some(ring)
-                }
-            }
+            let index = ring.put(0..2, pool().take().expect("reserved")).expect("a place");
+            assert_eq!(index, 0);
+            Some(ring)
         }
         Err(error) => {
             eprintln!("skipped: io_uring: {error}");
@@ -29,6 +25,15 @@ fn ring() -> Option<Ring> {
             None
         }
     }
+}
+
+/// A read that does not end by itself.
+fn reading(ring: &mut Ring) -> (std::io::PipeReader, std::io::PipeWriter) {
+    let (reader, writer) = std::io::pipe().expect("pipe");
+    let file = ring.register_file(reader.as_fd()).expect("file");
+    ring.read(file, range(0, 4096), u64::MAX, 5).expect("push");
+    ring.submit().expect("submit");
+    (reader, writer)
 }
 
 fn one(ring: &mut Ring) -> Completed {
@@ -49,18 +54,71 @@ fn what_is_written_is_read_back() {
     std::fs::remove_file(&path).expect("unlink");
 
     ring.buffer_mut(&range(0, 4096)).expect("idle").fill(0x5a);
-    ring.write_fixed(file, range(0, 4096), 8192, 7).expect("push");
+    ring.write(file, range(0, 4096), 8192, 7).expect("push");
     assert!(ring.buffer(&range(0, 4096)).is_ok(), "reading what is written out harms nobody");
     assert!(matches!(ring.buffer_mut(&range(4095, 1)), Err(PushError::Busy)));
-    assert!(matches!(ring.read_fixed(file, range(0, 4096), 0, 8), Err(PushError::Busy)));
+    assert!(matches!(ring.read(file, range(0, 4096), 0, 8), Err(PushError::Busy)));
     let done = Completed { user_data: 7, result: Ok(4096) };
     assert_eq!(one(&mut ring), done);
 
-    ring.read_fixed(file, range(65536, 4096), 8192, 9).expect("push");
+    ring.read(file, range(65536, 4096), 8192, 9).expect("push");
     assert!(matches!(ring.buffer(&range(65536, 1)), Err(PushError::Busy)));
     assert_eq!(one(&mut ring).result, Ok(4096));
     assert!(ring.buffer(&range(65536, 4096)).expect("idle").iter().all(|&b| b == 0x5a));
     assert_eq!(ring.in_flight(), 0);
+}
+
+/// The same through a ring that knows no buffer beforehand, as with an old kernel or little to lock.
+#[test]
+fn buffers_that_are_not_registered_serve_as_well() {
+    let Some(mut ring) = ring() else { return };
+    ring.ring.submitter().unregister_buffers().expect("it has a table");
+    ring.places[0].registered = None;
+    assert!(!ring.is_registered(0));
+    let path = std::env::temp_dir().join(format!("tiermgr-uring-plain-{}", std::process::id()));
+    let open = || File::options().read(true).write(true).create(true).truncate(false).open(&path);
+    let file = ring.register_file(open().expect("file").as_fd()).expect("register");
+    std::fs::remove_file(&path).expect("unlink");
+    ring.buffer_mut(&range(0, 4096)).expect("idle").fill(0x5a);
+    ring.write(file, range(0, 4096), 0, 7).expect("push");
+    assert_eq!(one(&mut ring).result, Ok(4096));
+    ring.read(file, range(8192, 4096), 0, 8).expect("push");
+    assert_eq!(one(&mut ring).result, Ok(4096));
+    assert!(ring.buffer(&range(8192, 4096)).expect("idle").iter().all(|&b| b == 0x5a));
+}
+
+#[test]
+fn a_buffer_in_use_is_not_taken_out_and_one_that_is_back_finds_its_place() {
+    let Some(mut ring) = ring() else { return };
+    let (_reader, mut writer) = reading(&mut ring);
+    assert!(matches!(ring.take_out(0), Err(PushError::Busy)));
+    std::io::Write::write_all(&mut writer, b"here").expect("write");
+    assert_eq!(one(&mut ring).result, Ok(4));
+    let first = ring.take_out(0).expect("idle");
+    assert!(matches!(ring.take_out(0), Err(PushError::NoSuchRange)));
+    assert!(matches!(ring.buffer(&range(0, 1)), Err(PushError::NoSuchRange)));
+    assert!(ring.buffer_mut(&range(0, 1)).is_err());
+    let second = first.pool().take().expect("reserved");
+    assert_eq!(ring.put(0..2, second).expect("a place"), 1, "the other one is known in place 0");
+    assert_eq!(ring.put(0..2, first).expect("a place"), 0);
+    assert_eq!(ring.buffer(&range(0, 4)).expect("idle"), b"here");
+    assert!(ring.put(0..2, pool().take().expect("reserved")).is_err(), "no place is empty");
+}
+
+/// The kernel goes on without the ring: what it writes must not land in what another has by then.
+#[test]
+fn what_a_dropped_ring_left_in_flight_is_given_to_nobody() {
+    let Some(mut ring) = ring() else { return };
+    let (_reader, _writer) = reading(&mut ring);
+    let pool = pool();
+    let idle = pool.take().expect("reserved");
+    let idle_at = idle.as_slice().as_ptr();
+    assert_eq!(ring.put(0..2, idle).expect("a place"), 1);
+    let used = Arc::clone(ring.lease(0).expect("it is there").pool());
+    drop(ring);
+    assert_eq!(pool.take().expect("given back").as_slice().as_ptr(), idle_at);
+    let left: Vec<_> = std::iter::from_fn(|| used.take()).collect();
+    assert_eq!(left.len(), 1, "the other piece is never free again");
 }
 
 #[test]
@@ -68,7 +126,7 @@ fn ranges_outside_are_refused() {
     let Some(mut ring) = ring() else { return };
     let file = ring.register_file(File::open("/dev/zero").expect("zero").as_fd()).expect("file");
     for bad in [range(HUGE_PAGE, 1), range(0, HUGE_PAGE + 1), range(5, 0)] {
-        assert!(matches!(ring.read_fixed(file, bad, 0, 0), Err(PushError::NoSuchRange)));
+        assert!(matches!(ring.read(file, bad, 0, 0), Err(PushError::NoSuchRange)));
     }
     let other = BufferRange { index: 1, bytes: 0..1 };
     assert!(matches!(ring.buffer(&other), Err(PushError::NoSuchRange)));
@@ -79,7 +137,7 @@ fn a_device_error_comes_as_its_errno() {
     let Some(mut ring) = ring() else { return };
     let full = File::options().write(true).open("/dev/full").expect("full");
     let file = ring.register_file(full.as_fd()).expect("file");
-    ring.write_fixed(file, range(0, 512), 0, 1).expect("push");
+    ring.write(file, range(0, 512), 0, 1).expect("push");
     assert_eq!(one(&mut ring).result, Err(libc::ENOSPC));
 }
 

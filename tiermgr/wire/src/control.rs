@@ -67,6 +67,8 @@ pub struct Status {
     pub dram_limit_bytes: u64,
     /// DRAM lent to families now.
     pub dram_granted_bytes: u64,
+    /// DRAM that the daemon keeps for itself, before anything is lent.
+    pub dram_own_bytes: u64,
     /// Slots of the store that are in use, in bytes.
     pub store_used_bytes: u64,
     /// Capacity of the store.

@@ -26,11 +26,10 @@ impl<R: Records> Manager<R> {
             while let Some((at, count)) =
                 self.spaces.get_mut(&proc).and_then(|space| space.ahead.pop_front())
             {
-                // One buffer stays free for write-back, or room would never come.
                 let Some(space) = self.spaces.get_mut(&proc) else {
                     break;
                 };
-                if self.shared.free_streams() <= 1 || !self.waiting.is_empty() || space.is_held() {
+                if !self.waiting.is_empty() || space.is_held() {
                     space.ahead.push_front((at, count));
                     break;
                 }
@@ -124,7 +123,10 @@ impl<R: Records> Manager<R> {
         if !desperate && !shared.has_room(u64::from(pages), keep) {
             return Served::NoRoom;
         }
-        let buffer = if count == 1 { shared.take_demand() } else { shared.take_stream() };
+        let buffer = match count {
+            1 => shared.staging.take_demand(),
+            _ => shared.staging.take_for_ahead(shared.now, effects),
+        };
         let Some(buf) = buffer else {
             return Served::NoBuffer;
         };
@@ -303,7 +305,7 @@ impl<R: Records> Manager<R> {
         let Some(Op { at, kind: Kind::Fill(fill), .. }) = shared.end(space, id) else {
             return;
         };
-        shared.give_back(fill.buf.buf);
+        shared.staging.give_back(fill.buf.buf);
         let Some(region) = space.region_at_mut(at) else {
             return;
         };

@@ -45,7 +45,7 @@ impl<R: Records> Manager<R> {
         let Some(piece) = next_limbo(shared, &space.regions[index], at) else {
             return Served::Yes;
         };
-        let Some(buffer) = shared.take_demand() else {
+        let Some(buffer) = shared.staging.take_demand() else {
             return Served::NoBuffer;
         };
         let rescue = Rescue {
@@ -239,7 +239,7 @@ impl<R: Records> Manager<R> {
         let Some(Op { at, kind: Kind::Rescue(rescue), .. }) = shared.end(space, id) else {
             return;
         };
-        shared.give_back(rescue.buffer);
+        shared.staging.give_back(rescue.buffer);
         space.block(rescue.block).ops -= 1;
         shared.gauges.reserved_pages -= rescue.reserved_pages;
         if whole {

@@ -28,6 +28,7 @@ mod request;
 mod rest;
 mod shared;
 mod space;
+mod staging;
 #[cfg(test)]
 mod tests;
 mod waits;
@@ -174,6 +175,8 @@ impl<R: Records> Manager<R> {
             Event::Written { op, ok } => self.on_written(op, ok, effects),
             Event::SlotsRead { op, ok, damaged } => self.on_slots_read(op, ok, damaged, effects),
             Event::SlotsGranted { first, count } => self.on_slots_granted(first, count),
+            Event::StreamLent { stream } => self.shared.staging.lend(stream),
+            Event::StreamsShort { short } => self.shared.staging.set_short(short),
             Event::Budget { bytes } => self.shared.set_budget(bytes),
             Event::TimerFired => {}
         }
@@ -200,6 +203,7 @@ impl<R: Records> Manager<R> {
         self.park(effects);
         self.drop_stale(effects);
         self.tidy_slots(effects);
+        self.shared.staging.return_unused(effects);
         self.settle_loans();
         if !self.waiting.is_empty() || self.starving {
             // With nothing in flight whose end would bring another turn, time must.

@@ -83,6 +83,7 @@ impl<R: Records> Manager<R> {
     pub(super) fn park(&mut self, effects: &mut Vec<Effect>) {
         self.fruitless = false;
         self.rests_on = false;
+        self.shared.staging.writes_look();
         let extent_pages = u64::from(self.shared.extent_pages());
         let waiting = self.waiting.len() as u64 + u64::from(self.starving);
         let demand = waiting * extent_pages;

@@ -1,13 +1,14 @@
 //! What all processes of a family share: records, room, slots, buffers, operations.
 //!
-//! `free + busy == all` for each kind of buffer; the gauges are the sums over all records, at every
-//! instant, because [`Shared::update`] is the only way to change a record.
+//! The gauges are the sums over all records, at every instant, because [`Shared::update`] is the only way
+//! to change a record.
 
 use super::ManagerConfig;
 use super::op::{Fill, Op, Ops, Piece, Rescue, RescueStep};
 use super::space::{Region, Space};
+use super::staging::Staging;
 use crate::effect::{BufRange, Buffer, Effect, Refusal, Residency};
-use crate::limits::{DEMAND_BUFFERS, RECORDS_MAX, STREAM_BUFFERS};
+use crate::limits::RECORDS_MAX;
 use crate::page::{PageMask, PageState, PageStates};
 use crate::ranges::Ranges;
 use crate::record::{ExtentRecord, Records};
@@ -77,8 +78,7 @@ pub(crate) struct Shared<R> {
     pub room_asked: Option<Tick>,
     /// The store failed to write: no parking before this time.
     pub store_rests_until: Tick,
-    free_stream: Vec<u16>,
-    free_demand: Vec<u16>,
+    pub staging: Staging,
     /// Records that no region has.
     free_records: Ranges,
 }
@@ -103,8 +103,7 @@ impl<R: Records> Shared<R> {
             slots_wanted: None,
             room_asked: None,
             store_rests_until: Tick(0),
-            free_stream: (0..STREAM_BUFFERS).rev().collect(),
-            free_demand: (0..DEMAND_BUFFERS).rev().collect(),
+            staging: Staging::new(),
             free_records,
         }
     }
@@ -258,30 +257,8 @@ impl<R: Records> Shared<R> {
         }
     }
 
-    pub(crate) fn take_stream(&mut self) -> Option<Buffer> {
-        self.free_stream.pop().map(Buffer::Stream)
-    }
-
-    pub(crate) fn take_demand(&mut self) -> Option<Buffer> {
-        self.free_demand.pop().map(Buffer::Demand)
-    }
-
-    pub(crate) fn free_streams(&self) -> usize {
-        self.free_stream.len()
-    }
-
-    pub(crate) fn give_back(&mut self, buffer: Buffer) {
-        match buffer {
-            Buffer::Stream(n) => self.free_stream.push(n),
-            Buffer::Demand(n) => self.free_demand.push(n),
-        }
-    }
-
     pub(crate) fn check_buffers(&self) -> Result<(), String> {
-        let busy = self.ops.iter().filter(|(_, op)| op.buffer().is_some()).count();
-        let free = self.free_stream.len() + self.free_demand.len();
-        let all = usize::from(STREAM_BUFFERS + DEMAND_BUFFERS);
-        if busy + free == all { Ok(()) } else { Err(format!("{busy} + {free} of {all} buffers")) }
+        self.staging.check(self.ops.iter().filter(|(_, op)| op.buffer().is_some()).count())
     }
 
     /// Takes the first run of records that is long enough: what programs give back in one size serves

@@ -13,6 +13,7 @@ use std::rc::Rc;
 
 mod forks;
 mod restarts;
+mod staging;
 
 const PAGE: u64 = 4096;
 const PROC: ProcId = ProcId(1);
@@ -75,6 +76,8 @@ struct Machine {
     holds_probes: bool,
     /// How the next copies end; `None` stays unanswered. Further ones end well.
     copies: VecDeque<Option<(u64, IoctlOutcome)>>,
+    /// Large buffers that are not lent.
+    streams: Vec<u16>,
     /// Writes to the store end well.
     store_works: bool,
     /// Pages that each read from the store finds damaged.
@@ -112,6 +115,7 @@ impl Machine {
             holds_disarming: false,
             holds_probes: false,
             copies: VecDeque::new(),
+            streams: (0..crate::limits::STREAM_BUFFERS).collect(),
             store_works: true,
             damaged: 0,
             bad_slot: None,
@@ -204,6 +208,11 @@ impl Machine {
             }
             Effect::ReadLimbo { op, to, .. } => {
                 Event::LimboRead { op, bytes: if self.ended { 0 } else { u64::from(to.len) } }
+            }
+            Effect::WantStream => Event::StreamLent { stream: self.streams.pop()? },
+            Effect::ReturnStream { stream } => {
+                self.streams.push(stream);
+                return None;
             }
             Effect::WriteSlots { op, .. } if self.writes_take_ns > 0 => {
                 self.writing.push_back((self.now.after_ns(self.writes_take_ns), op));

@@ -5,11 +5,14 @@ use super::limbo::{READ_TRIES_MAX, leave_block, settle_block};
 use super::op::{Kind, Op, Piece, Write, WriteStep};
 use super::shared::Shared;
 use super::space::{Space, Stage, WRITE_REST_NS, runs};
+use super::staging::ForWrite;
 use crate::effect::{BufRange, Effect};
 use crate::page::{PageEvent, PageMask, PageState};
 use crate::record::Records;
 use crate::slots::SEGMENT_SLOTS;
-use crate::units::{Addr, CHUNK_EXTENTS, EXTENT_BYTES, LimboBlock, OpId, ProcId, SlotId, low_u32};
+use crate::units::{
+    Addr, CHUNK_EXTENTS, EXTENT_BYTES, LimboBlock, OpId, ProcId, SlotId, Tick, low_u32,
+};
 
 /// Ranges that were zapped and that a fork may have seen before, until somebody asks whether one did.
 const ZAPPED_MAX: usize = 32;
@@ -68,8 +71,17 @@ impl<R: Records> Manager<R> {
             // Tried again for want of others; those that come will be taken first.
             want_slots(shared, effects);
         }
-        let Some(buffer) = shared.take_stream() else {
-            return false;
+        let buffer = match shared.staging.take_for_write(shared.now, effects) {
+            ForWrite::Whole(buffer) => buffer,
+            ForWrite::Extent(buffer) => {
+                dirty.truncate(1);
+                buffer
+            }
+            ForWrite::Later(again) => {
+                self.timer = self.timer.min(again);
+                self.rests_on |= again != Tick::NEVER;
+                return false;
+            }
         };
         let mut pieces: Vec<(SlotId, u32, u32)> = Vec::new();
         let mut placed = 0;
@@ -272,7 +284,7 @@ impl<R: Records> Manager<R> {
                 shared.slots.release_unrecorded(slot.plus(n));
             }
         }
-        shared.give_back(write.buffer);
+        shared.staging.give_back(write.buffer);
         space.block(write.block).ops -= 1;
         settle_block(shared, space, write.block);
     }

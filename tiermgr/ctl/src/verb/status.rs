@@ -32,9 +32,10 @@ fn text(status: &Status) -> String {
     line(
         "dram",
         format!(
-            "{} lent of {}, {} in use ({} attached; {} in limbo, {} pinned)",
+            "{} lent of {}, {} for the daemon, {} in use ({} attached; {} in limbo, {} pinned)",
             bytes(status.dram_granted_bytes),
             bytes(status.dram_limit_bytes),
+            bytes(status.dram_own_bytes),
             bytes(totals.dram_now_bytes),
             status.families,
             bytes(totals.limbo_now_bytes),

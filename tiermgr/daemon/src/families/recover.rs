@@ -69,6 +69,7 @@ impl Families {
             self.take_up(number, facts, result, RETRY_PAUSE, "");
         }
         self.shared.store.give_back_dead(|number| kept.contains(&number));
+        self.keep_own();
         Ok(())
     }
 

@@ -1,13 +1,15 @@
 //! The executor's io_uring: the store, the staging buffers, and everything that ends a sleep.
 //!
-//! Staging is one huge-page-backed buffer: the stream buffers first, a chunk each, then the demand
-//! buffers, an extent each. It is registered once; operations name parts of it, and a part that an
-//! operation uses cannot be borrowed.
+//! The ring has a place for each staging buffer: the stream buffers first, a chunk each, that are lent for a
+//! while; then the demand buffers, an extent each, that are put there when they are first used. What an
+//! operation uses cannot be borrowed, or given back.
 
 use super::token::Token;
 use crate::error::EngineError;
 use crate::room::FamilyId;
+use crate::staging::{Seat, Staging};
 use crate::store::Store;
+use crate::wake::Wake;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +17,6 @@ use tiermgr_core::effect::{BufRange, Buffer};
 use tiermgr_core::event::Event;
 use tiermgr_core::limits::{DEMAND_BUFFERS, STREAM_BUFFERS};
 use tiermgr_core::units::{CHUNK_BYTES, EXTENT_BYTES, Geometry, OpId, SlotId, Tick, low_u32};
-use tiermgr_sys::memory::AnonBuffer;
 use tiermgr_sys::uring::{BufferRange, Completed, FileIndex, PushError, Ring};
 
 /// Entries of the submission queue. When it is full, what is in it is submitted and there is room.
@@ -31,8 +32,8 @@ const BUSY_BACKOFF_NS: u64 = 200_000;
 
 const STREAM_BYTES: usize = low_u32(CHUNK_BYTES) as usize;
 const DEMAND_BYTES: usize = low_u32(EXTENT_BYTES) as usize;
-const DEMAND_FIRST: usize = STREAM_BUFFERS as usize * STREAM_BYTES;
-const STAGING_BYTES: usize = DEMAND_FIRST + DEMAND_BUFFERS as usize * DEMAND_BYTES;
+const PLACES: u16 = STREAM_BUFFERS + DEMAND_BUFFERS;
+const _: () = assert!(DEMAND_BUFFERS as u32 <= u32::BITS);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
@@ -57,7 +58,15 @@ struct StoreOp {
 /// The io_uring of one executor.
 #[derive(Debug)]
 pub(super) struct Io {
+    // Before the seat: it gives back what it was lent.
     ring: Ring,
+    seat: Seat,
+    /// Demand buffers that are in their places.
+    placed: u32,
+    /// The manager has asked for one more stream buffer.
+    wants_stream: bool,
+    /// What it was told of others that wait for them.
+    told_short: bool,
     file: FileIndex,
     store: Arc<Store>,
     family: FamilyId,
@@ -75,22 +84,26 @@ impl Io {
         store: Arc<Store>,
         family: FamilyId,
         geometry: Geometry,
+        staging: &Arc<Staging>,
     ) -> Result<Self, EngineError> {
-        let mut ring = Ring::new(ENTRIES).map_err(EngineError::kernel("setting up an io_uring"))?;
-        let staging = AnonBuffer::new(STAGING_BYTES)
-            .map_err(EngineError::kernel("allocating the staging buffers"))?;
-        ring.register_buffers(vec![staging])
-            .map_err(EngineError::kernel("registering the staging buffers"))?;
+        let mut ring =
+            Ring::new(ENTRIES, PLACES).map_err(EngineError::kernel("setting up an io_uring"))?;
+        let seat =
+            staging.seat(family).map_err(EngineError::kernel("mapping the staging buffers"))?;
         let file = ring
             .register_file(store.file().as_fd())
             .map_err(EngineError::kernel("registering the store"))?;
         Ok(Self {
             ring,
+            seat,
+            placed: 0,
+            wants_stream: false,
+            told_short: false,
             file,
             store,
             family,
             geometry,
-            ops: vec![None; usize::from(STREAM_BUFFERS + DEMAND_BUFFERS)],
+            ops: vec![None; usize::from(PLACES)],
             paused: 0,
             completed: Vec::with_capacity(ENTRIES as usize),
             retries: 0,
@@ -104,7 +117,66 @@ impl Io {
 
     /// The same, to write to.
     pub(super) fn staged_mut(&mut self, range: BufRange) -> Option<&mut [u8]> {
+        self.have(range.buf);
         self.ring.buffer_mut(&place(range)?).ok()
+    }
+
+    /// Puts a demand buffer into its place, unless it is there.
+    fn have(&mut self, buffer: Buffer) {
+        let Buffer::Demand(n) = buffer else { return };
+        if n >= DEMAND_BUFFERS || self.placed & 1 << n != 0 {
+            return;
+        }
+        let place = usize::from(STREAM_BUFFERS + n);
+        match self.seat.small().map(|lease| self.ring.put(place..place + 1, lease)) {
+            Some(Ok(_)) => self.placed |= 1 << n,
+            refused => tracing::error!(n, ?refused, "a reserved buffer is not to be had"),
+        }
+    }
+
+    /// The manager wants one more stream buffer. The event, if there is one; else `wake` says when to try
+    /// again.
+    pub(super) fn want_stream(&mut self, wake: &Arc<Wake>) -> Option<Event> {
+        self.wants_stream = true;
+        self.try_stream(wake)
+    }
+
+    /// The same, where it still wants one.
+    pub(super) fn try_stream(&mut self, wake: &Arc<Wake>) -> Option<Event> {
+        if !self.wants_stream {
+            return None;
+        }
+        let lease = self.seat.borrow(wake)?;
+        match self.ring.put(0..usize::from(STREAM_BUFFERS), lease) {
+            Ok(place) => {
+                self.wants_stream = false;
+                Some(Event::StreamLent { stream: u16::try_from(place).unwrap_or(u16::MAX) })
+            }
+            Err(lease) => {
+                tracing::error!("the manager wants more buffers than one family is lent");
+                self.seat.give_back(lease);
+                None
+            }
+        }
+    }
+
+    /// Gives a stream buffer back.
+    pub(super) fn return_stream(&mut self, stream: u16) {
+        match self.ring.take_out(usize::from(stream)) {
+            Ok(lease) => self.seat.give_back(lease),
+            // Kept: whoever got it would share it with the device.
+            Err(error) => tracing::error!(%error, stream, "giving a buffer back"),
+        }
+    }
+
+    /// Whether others wait for stream buffers, where that has changed since it was last asked.
+    pub(super) fn short_changed(&mut self) -> Option<Event> {
+        let short = self.seat.is_short();
+        if short == self.told_short {
+            return None;
+        }
+        self.told_short = short;
+        Some(Event::StreamsShort { short })
     }
 
     /// Starts a write of whole extents, checksums first. `false`: not started, and never will be.
@@ -122,6 +194,7 @@ impl Io {
     }
 
     fn begin(&mut self, op: OpId, kind: Kind, range: BufRange, slot: SlotId) -> bool {
+        self.have(range.buf);
         let offset = self.store.offset_of(self.family, slot, u64::from(range.len));
         let (Some(offset), Some(range)) = (offset, place(range)) else {
             tracing::error!(?kind, ?slot, ?range, "no such slots or buffer");
@@ -149,8 +222,8 @@ impl Io {
         let (kind, range, offset) = (entry.kind, entry.range.clone(), entry.offset);
         let file = self.file;
         let pushed = self.with_room(|ring| match kind {
-            Kind::Read => ring.read_fixed(file, range.clone(), offset, token),
-            Kind::Write => ring.write_fixed(file, range.clone(), offset, token),
+            Kind::Read => ring.read(file, range.clone(), offset, token),
+            Kind::Write => ring.write(file, range.clone(), offset, token),
         });
         match pushed {
             Ok(()) => {
@@ -307,18 +380,17 @@ impl Io {
     }
 }
 
-/// Where in the registered buffer a range of a staging buffer lies.
+/// The place of a staging buffer, and which bytes there.
 fn place(range: BufRange) -> Option<BufferRange> {
-    let (first, size) = match range.buf {
-        Buffer::Stream(n) if n < STREAM_BUFFERS => (usize::from(n) * STREAM_BYTES, STREAM_BYTES),
-        Buffer::Demand(n) if n < DEMAND_BUFFERS => {
-            (DEMAND_FIRST + usize::from(n) * DEMAND_BYTES, DEMAND_BYTES)
-        }
+    let (index, size) = match range.buf {
+        Buffer::Stream(n) if n < STREAM_BUFFERS => (n, STREAM_BYTES),
+        Buffer::Demand(n) if n < DEMAND_BUFFERS => (STREAM_BUFFERS + n, DEMAND_BYTES),
         _ => return None,
     };
     let (offset, len) = (range.offset as usize, range.len as usize);
     let end = offset.checked_add(len)?;
-    (len > 0 && end <= size).then(|| BufferRange { index: 0, bytes: first + offset..first + end })
+    let bytes = offset..end;
+    (len > 0 && end <= size).then(|| BufferRange { index: usize::from(index), bytes })
 }
 
 #[cfg(test)]
@@ -326,15 +398,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn buffers_lie_side_by_side_and_ranges_stay_inside() {
-        let range = |buf, offset, len| place(BufRange { buf, offset, len }).map(|r| r.bytes);
+    fn each_buffer_has_its_place_and_ranges_stay_inside() {
+        let range = |buf, offset, len| {
+            place(BufRange { buf, offset, len }).map(|range| (range.index, range.bytes))
+        };
         let last_stream = Buffer::Stream(STREAM_BUFFERS - 1);
-        let chunk = u32::try_from(STREAM_BYTES).unwrap();
-        assert_eq!(range(Buffer::Stream(0), 0, chunk), Some(0..STREAM_BYTES));
-        assert_eq!(range(last_stream, chunk - 1, 1), Some(DEMAND_FIRST - 1..DEMAND_FIRST));
+        let (chunk, last) = (u32::try_from(STREAM_BYTES).unwrap(), usize::from(STREAM_BUFFERS) - 1);
+        assert_eq!(range(Buffer::Stream(0), 0, chunk), Some((0, 0..STREAM_BYTES)));
+        assert_eq!(range(last_stream, chunk - 1, 1), Some((last, STREAM_BYTES - 1..STREAM_BYTES)));
         assert_eq!(range(last_stream, chunk - 1, 2), None);
         assert_eq!(range(Buffer::Stream(STREAM_BUFFERS), 0, 1), None);
-        assert_eq!(range(Buffer::Demand(0), 0, 4096), Some(DEMAND_FIRST..DEMAND_FIRST + 4096));
+        assert_eq!(range(Buffer::Demand(0), 0, 4096), Some((last + 1, 0..4096)));
         assert_eq!(range(Buffer::Demand(DEMAND_BUFFERS), 0, 1), None);
         assert_eq!(range(Buffer::Demand(0), u32::MAX, 1), None);
         assert_eq!(range(Buffer::Demand(0), 0, 0), None);

@@ -31,6 +31,7 @@ use crate::error::EngineError;
 use crate::host::Host;
 use crate::mailbox::{Claim, Mail, Mailbox, answer as send};
 use crate::room::{FamilyId, Room, Share};
+use crate::staging::Staging;
 use crate::state::FamilyState;
 use crate::stats::HostStats;
 use crate::store::Store;
@@ -78,6 +79,8 @@ pub struct HostConfig {
     pub room: Arc<Room>,
     /// The family's share of it.
     pub share: Arc<Share>,
+    /// Staging memory that all families share.
+    pub staging: Arc<Staging>,
     /// The descriptor table ([`ExecutorConfig::table`](crate::executor::ExecutorConfig::table)).
     pub table: u64,
     /// The budget that the manager begins with. The share may have become smaller since.
@@ -147,7 +150,12 @@ impl LinuxHost {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         Ok(Self {
             mailbox: Arc::clone(&config.mailbox),
-            io: Io::new(Arc::clone(&config.store), config.family, Geometry { page_bytes })?,
+            io: Io::new(
+                Arc::clone(&config.store),
+                config.family,
+                Geometry { page_bytes },
+                &config.staging,
+            )?,
             budget_told: config.budget_bytes,
             cap: Cap::NONE,
             used_bytes: 0,
@@ -231,6 +239,8 @@ impl LinuxHost {
     /// Everything that is there already, oldest first as far as can be known.
     fn gather(&mut self, events: &mut Vec<Event>) {
         events.append(&mut self.outcomes);
+        // Before what has ended: who waits is to get what that gives back.
+        events.extend(self.io.short_changed());
         let now = self.tick();
         self.io.reap(now, events, &mut self.others);
         self.reap_others(events);
@@ -320,6 +330,8 @@ impl LinuxHost {
         if self.slots_again != Tick::NEVER {
             self.want_slots();
         }
+        let lent = self.io.try_stream(self.mailbox.wake());
+        self.outcomes.extend(lent);
         while let Some(mail) = self.mailbox.next() {
             match mail {
                 Mail::Attach { new, claim, answer } => {
@@ -512,6 +524,11 @@ impl Host for LinuxHost {
                     tracing::error!(slot = first.0, "returning slots that are not leased");
                 }
             }
+            Effect::WantStream => {
+                let lent = self.io.want_stream(self.mailbox.wake());
+                self.outcomes.extend(lent);
+            }
+            Effect::ReturnStream { stream } => self.io.return_stream(stream),
             Effect::WantRoom { bytes } => {
                 // What a cgroup refuses would be of no use.
                 if self.cap.bytes() == u64::MAX {

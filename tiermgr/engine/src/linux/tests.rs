@@ -7,6 +7,7 @@ use crate::mailbox::{Claim, Mail, Mailbox};
 use crate::room::Room;
 use crate::scratch::Scratch;
 use crate::slots::SEGMENT_BYTES;
+use crate::staging::Staging;
 use crate::state::FamilyState;
 use crate::state::procs::FamilyInfo;
 use crate::store::{DATA_OFFSET, Store, StoreConfig};
@@ -21,6 +22,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tiermgr_core::effect::{BufRange, Buffer, Command, Effect, Reply};
 use tiermgr_core::event::{CommandOutcome, Event, IoctlOutcome, Request};
+use tiermgr_core::limits::STREAM_BUFFERS;
 use tiermgr_core::page::PageMask;
 use tiermgr_core::units::{
     Addr, CHUNK_BYTES, EXTENT_BYTES, LeaseId, OpId, ProcId, RequestId, SlotId, Span, Tick, low_u32,
@@ -138,6 +140,7 @@ impl World {
             features,
             store,
             room,
+            staging: Staging::new(64 << 20).unwrap(),
             share,
             budget_bytes,
             table: 1,
@@ -150,6 +153,10 @@ impl World {
         let mut events = Vec::new();
         let proc = host.attach(Prepared::open(new).unwrap(), &mut events).unwrap();
         assert_eq!(events, [Event::ProcReady { proc, limbo: limbo.span(0, 2 * CHUNK_BYTES) }]);
+        for n in 0..STREAM_BUFFERS {
+            host.start(&Effect::WantStream);
+            assert_eq!(host.outcomes.pop(), Some(Event::StreamLent { stream: n }));
+        }
         let files = (disk, state_dir);
         Some(Self {
             host,
