@@ -189,6 +189,7 @@ impl<R: Records> Manager<R> {
         self.shared.now = now;
         self.timer = Tick::NEVER;
         self.starving = false;
+        self.shared.staging.return_spent(effects);
         self.end_births(effects);
         self.retry(effects);
         self.advance_recovery(effects);
@@ -203,8 +204,11 @@ impl<R: Records> Manager<R> {
         self.park(effects);
         self.drop_stale(effects);
         self.tidy_slots(effects);
-        self.shared.staging.return_unused(effects);
+        let looks_again = self.shared.staging.return_unused(effects);
         self.settle_loans();
+        if looks_again {
+            self.timer = now;
+        }
         if !self.waiting.is_empty() || self.starving {
             // With nothing in flight whose end would bring another turn, time must.
             let idle =

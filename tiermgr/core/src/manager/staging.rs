@@ -130,12 +130,21 @@ impl Staging {
         self.write_waits = false;
     }
 
-    /// Returns what nothing in this turn had a use for.
-    pub(super) fn return_unused(&mut self, effects: &mut Vec<Effect>) {
-        for stream in self.free_stream.drain(..).chain(self.spent.drain(..)) {
+    /// Returns what others wait for. To be called before anybody takes one: whoever finds as many lent as may
+    /// be does not ask again.
+    pub(super) fn return_spent(&mut self, effects: &mut Vec<Effect>) {
+        for stream in self.spent.drain(..) {
             self.lent -= 1;
             effects.push(Effect::ReturnStream { stream });
         }
+    }
+
+    /// Returns what nothing in this turn had a use for. Whether a write should look once more.
+    pub(super) fn return_unused(&mut self, effects: &mut Vec<Effect>) -> bool {
+        let before = self.lent;
+        self.spent.append(&mut self.free_stream);
+        self.return_spent(effects);
+        self.lent < before && self.write_waits && self.wanted.is_none()
     }
 
     /// Whether `busy` buffers account for all that are not free.
@@ -176,11 +185,25 @@ mod tests {
         staging.lend(0);
         assert!(matches!(staging.take_for_write(NOW, &mut effects), ForWrite::Whole(_)));
         staging.give_back(Buffer::Stream(0));
+        assert_eq!(staging.check(0), Ok(()));
+        staging.return_spent(&mut effects);
         assert!(matches!(staging.take_for_write(NOW, &mut effects), ForWrite::Later(_)));
+        assert_eq!(effects, [Effect::ReturnStream { stream: 0 }, Effect::WantStream]);
         assert_eq!(staging.check(0), Ok(()));
-        staging.return_unused(&mut effects);
-        assert_eq!(effects, [Effect::WantStream, Effect::ReturnStream { stream: 0 }]);
-        assert_eq!(staging.check(0), Ok(()));
+    }
+
+    #[test]
+    fn a_write_that_found_all_lent_looks_again_once_they_went_back() {
+        let (mut staging, mut effects) = (Staging::new(), Vec::new());
+        (0..STREAM_BUFFERS).for_each(|n| staging.lend(n));
+        for _ in 0..STREAM_BUFFERS {
+            assert!(matches!(staging.take_for_write(NOW, &mut effects), ForWrite::Whole(_)));
+        }
+        staging.set_short(true);
+        (0..STREAM_BUFFERS).for_each(|n| staging.give_back(Buffer::Stream(n)));
+        assert_eq!(staging.take_for_write(NOW, &mut effects), ForWrite::Later(Tick::NEVER));
+        assert!(staging.return_unused(&mut effects));
+        assert!(!staging.return_unused(&mut effects), "nothing has changed since");
     }
 
     #[test]
