@@ -4,7 +4,7 @@
 
 use crate::kernel::Layout;
 use crate::rng::Rng;
-use tiermgr_core::limits::STREAM_BUFFERS;
+use tiermgr_core::limits::{DEMAND_BUFFERS, DEMAND_BUFFERS_LEAST, STREAM_BUFFERS};
 use tiermgr_core::manager::ManagerConfig;
 use tiermgr_core::units::{CHUNK_BYTES, Geometry};
 
@@ -169,9 +169,10 @@ impl Scenario {
         let budget_chunks = rng.range(2, 6);
         let budget_bytes = budget_chunks * CHUNK_BYTES + rng.pick(&[0, 0, 65536, 1 << 20]);
         let probation_ns = rng.pick(&[0, 1_000, 100_000, 10_000_000]);
-        let config = ManagerConfig {
+        let mut config = ManagerConfig {
             geometry: Geometry { page_bytes },
             budget_bytes,
+            demand_buffers: DEMAND_BUFFERS,
             probation_ns,
             has_move: rng.chance(850),
         };
@@ -179,6 +180,7 @@ impl Scenario {
         // From a stream of its own: the seeds of the regressions stay what they were.
         let mut apart = rng.clone();
         let has_poison = apart.chance(600);
+        config.demand_buffers = apart.pick(&[DEMAND_BUFFERS_LEAST, DEMAND_BUFFERS]);
         Self {
             layout,
             config,
@@ -239,6 +241,7 @@ impl Scenario {
             config: ManagerConfig {
                 geometry: Geometry { page_bytes: 65536 },
                 budget_bytes: 3 * CHUNK_BYTES,
+                demand_buffers: DEMAND_BUFFERS,
                 probation_ns: 1_000,
                 has_move: true,
             },

@@ -18,10 +18,13 @@ pub const LEASES_MAX: usize = 4096;
 pub const RECORDS_MAX: u32 = 1 << 28;
 /// Large staging buffers, one chunk each, that a family is lent at most: reads ahead and writes.
 pub const STREAM_BUFFERS: u16 = 4;
-/// Small staging buffers of each family, one extent each: the faulting extent comes first through these.
+/// Small staging buffers of a family at most, one extent each: the faulting extent comes first through these.
 pub const DEMAND_BUFFERS: u16 = 16;
+/// Small staging buffers of a family at least.
+pub const DEMAND_BUFFERS_LEAST: u16 = 4;
 
-// A write and a read ahead can be under way at once. Half of the small ones are for faults alone.
-const _: () = assert!(STREAM_BUFFERS >= 2 && DEMAND_BUFFERS >= 2);
+// A write and a read ahead can be under way at once. Writes leave half of the small ones alone.
+const _: () = assert!(STREAM_BUFFERS >= 2);
+const _: () = assert!(DEMAND_BUFFERS_LEAST >= 2 && DEMAND_BUFFERS_LEAST <= DEMAND_BUFFERS);
 // A mask of the extents of a chunk fits a `u32`.
 const _: () = assert!(CHUNK_EXTENTS <= u32::BITS);

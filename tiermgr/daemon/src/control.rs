@@ -130,7 +130,7 @@ fn tiers(daemon: &Daemon) -> Vec<TierRow> {
             total_bytes: room.total,
             state: match room.beyond {
                 0 => "ok".to_owned(),
-                beyond => format!("{} beyond its limit", Size(beyond)),
+                beyond => format!("{} beyond what was lent", Size(beyond)),
             },
         },
         TierRow {

@@ -140,10 +140,16 @@ impl Families {
         families
     }
 
-    /// Keeps what the daemon itself has in memory, and what its large buffers will take yet.
+    /// Keeps what the daemon itself has in memory, and what it may take yet for those that are served or begin.
     fn keep_own(&self) {
-        let Some(resident) = own_resident_bytes() else { return };
-        let own = resident + self.shared.staging.untouched_bytes();
+        // Before what is in memory: what becomes of the one between the two looks is counted twice.
+        let to_come = self.shared.staging.to_come_bytes();
+        let Some(resident) = own_resident_bytes() else {
+            tracing::warn!("the daemon cannot see what it has in memory itself");
+            return;
+        };
+        let beginning = self.lock().beginning.len() as u64 * FAMILY_OWN_BYTES;
+        let own = resident + to_come + beginning;
         self.shared.room.keep(own.next_multiple_of(OWN_STEP_BYTES));
     }
 
@@ -202,9 +208,8 @@ impl Families {
             return Err(BeginError::State { path, source });
         }
         inner.beginning.insert(number, uid);
-        // Measured within a second; until then many may begin.
-        self.shared.room.keep_more(FAMILY_OWN_BYTES);
         drop(inner);
+        self.keep_own();
         let spawned = Executor::spawn(self.executor_config(number, class));
         let mut inner = self.lock();
         inner.beginning.remove(&number);
@@ -212,11 +217,12 @@ impl Families {
             Ok(executor) => {
                 let family = Arc::new(Family::new(number, facts, executor));
                 inner.families.insert(number, Arc::clone(&family));
+                drop(inner);
+                self.keep_own();
                 Ok(family)
             }
             Err(error) => {
                 drop(inner);
-                self.shared.room.keep_less(FAMILY_OWN_BYTES);
                 self.forget_files(number);
                 Err(error.into())
             }
@@ -307,7 +313,6 @@ impl Families {
         if let Err(error) = family.executor.stop(false) {
             tracing::warn!(family = family.number, error = %chain(&error), "ending a family");
         }
-        self.shared.room.keep_less(FAMILY_OWN_BYTES);
         self.forget_files(family.number);
         tracing::info!(family = family.number, name = family.name, "the last process has gone");
     }

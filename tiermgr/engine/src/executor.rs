@@ -147,8 +147,7 @@ pub struct Executor {
 }
 
 impl Executor {
-    /// Starts the thread of a new family. Blocks until it is ready (some milliseconds: staging memory
-    /// is allocated and pinned).
+    /// Starts the thread of a new family. Blocks until it is ready.
     ///
     /// # Errors
     /// [`EngineError`]; nothing is left behind then.
@@ -218,10 +217,13 @@ impl Executor {
     ) -> Result<Arc<Self>, EngineError> {
         let wake = Arc::new(Wake::new().map_err(EngineError::kernel("making an eventfd"))?);
         let mailbox = Arc::new(Mailbox::new(Arc::clone(&wake)));
+        let seat = config.staging.seat(config.family);
+        let seat = Arc::new(seat.map_err(EngineError::kernel("mapping the staging buffers"))?);
         let share = config.room.join(config.family, config.class, wish, wake);
         let manager_config = ManagerConfig {
             geometry,
             budget_bytes: share.budget(),
+            demand_buffers: seat.small_count(),
             probation_ns: match config.features.uffd_move {
                 true => PROBATION_NS,
                 false => PROBATION_IN_PLACE_NS,
@@ -256,7 +258,7 @@ impl Executor {
             features: config.features,
             store: config.store,
             room: config.room,
-            staging: config.staging,
+            seat,
             share,
             budget_bytes: manager_config.budget_bytes,
             table: config.table,

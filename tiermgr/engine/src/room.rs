@@ -149,20 +149,6 @@ impl Room {
         }
     }
 
-    /// Keeps more, at once.
-    pub fn keep_more(&self, bytes: u64) {
-        let mut ledger = self.lock();
-        ledger.kept = ledger.kept.saturating_add(bytes);
-        self.rebalance(&mut ledger);
-    }
-
-    /// Keeps less, until it is said again how much.
-    pub fn keep_less(&self, bytes: u64) {
-        let mut ledger = self.lock();
-        ledger.kept = ledger.kept.saturating_sub(bytes);
-        self.rebalance(&mut ledger);
-    }
-
     /// Enters `family` with a grant of at most `wish`, and of less where less is free. `wake` is used
     /// whenever the budget changes otherwise than by the family's own [`Room::want`]. A family that
     /// is here already keeps its grant and gets its share again.
@@ -417,7 +403,7 @@ mod tests {
             all_use(&room);
         }
         assert!(shares.iter().all(|share| share.budget() == 10 * MIB));
-        room.keep_more(45 * MIB);
+        room.keep(55 * MIB);
         assert_eq!(room.usage().beyond, 45 * MIB, "nobody has shrunk yet");
         all_use(&room);
         let held: u64 = shares.iter().map(|share| share.budget()).sum();

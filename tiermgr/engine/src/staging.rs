@@ -14,9 +14,9 @@ use crate::room::FamilyId;
 use crate::wake::Wake;
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use tiermgr_core::limits::{DEMAND_BUFFERS, STREAM_BUFFERS};
+use tiermgr_core::limits::{DEMAND_BUFFERS, DEMAND_BUFFERS_LEAST, STREAM_BUFFERS};
 use tiermgr_core::units::{CHUNK_BYTES, EXTENT_BYTES, low_u32};
 use tiermgr_sys::pool::{BufferPool, Lease};
 
@@ -26,13 +26,16 @@ const BYTES_PER_STREAM: u64 = 256 << 20;
 const STREAMS_MIN: u64 = STREAM_BUFFERS as u64;
 /// Together 32 MiB: more in flight makes no device faster.
 const STREAMS_MAX: u64 = 16;
+/// Of the DRAM limit, what small buffers above the least number may take in all.
+const EXTRA_SHARE: u64 = 16;
 
 /// The buffers, and who waits for one.
 #[derive(Debug)]
 pub struct Staging {
     large: Arc<BufferPool>,
-    large_count: usize,
     small: Arc<BufferPool>,
+    /// Small buffers that families may have yet above their least number.
+    extra: AtomicU16,
     queue: Mutex<Queue>,
     /// Somebody waits.
     short: AtomicBool,
@@ -58,28 +61,38 @@ impl Staging {
     /// As mmap.
     pub fn new(dram_bytes: u64) -> io::Result<Arc<Self>> {
         let streams = (dram_bytes / BYTES_PER_STREAM).clamp(STREAMS_MIN, STREAMS_MAX);
-        let large_count = low_u32(streams) as usize;
         let large = BufferPool::new(low_u32(CHUNK_BYTES) as usize)?;
-        large.reserve(large_count)?;
+        large.reserve(low_u32(streams) as usize)?;
         let small = BufferPool::new(low_u32(EXTENT_BYTES) as usize)?;
         let (queue, short) = (Mutex::default(), AtomicBool::new(false));
-        Ok(Arc::new(Self { large, large_count, small, queue, short }))
+        let extra = dram_bytes / EXTRA_SHARE / EXTENT_BYTES;
+        let extra = AtomicU16::new(u16::try_from(extra).unwrap_or(u16::MAX));
+        Ok(Arc::new(Self { large, small, extra, queue, short }))
     }
 
-    /// Bytes that large buffers will take and have not been touched yet.
+    /// Bytes that buffers may take yet and that are not in memory.
     #[must_use]
-    pub fn untouched_bytes(&self) -> u64 {
-        let all = self.large_count as u64 * CHUNK_BYTES;
-        all.saturating_sub(self.large.touched_bytes())
+    pub fn to_come_bytes(&self) -> u64 {
+        self.large.untouched_bytes() + self.small.unused_bytes()
     }
 
-    /// A family begins.
+    /// A family begins. It gets as many small buffers as one may have, or fewer where there are many
+    /// families.
     ///
     /// # Errors
     /// As mmap; nothing is taken then.
     pub fn seat(self: &Arc<Self>, family: FamilyId) -> io::Result<Seat> {
-        self.small.reserve(usize::from(DEMAND_BUFFERS))?;
-        Ok(Seat { staging: Arc::clone(self), family })
+        let most = DEMAND_BUFFERS - DEMAND_BUFFERS_LEAST;
+        let left = |left: u16| Some(left - left.min(most));
+        let before = match self.extra.fetch_update(Ordering::Relaxed, Ordering::Relaxed, left) {
+            Ok(before) | Err(before) => before,
+        };
+        let extra = before.min(most);
+        if let Err(error) = self.small.reserve(usize::from(DEMAND_BUFFERS_LEAST + extra)) {
+            self.extra.fetch_add(extra, Ordering::Relaxed);
+            return Err(error);
+        }
+        Ok(Seat { staging: Arc::clone(self), family, extra })
     }
 
     fn lock(&self) -> MutexGuard<'_, Queue> {
@@ -105,10 +118,17 @@ impl Staging {
 pub struct Seat {
     staging: Arc<Staging>,
     family: FamilyId,
+    extra: u16,
 }
 
 impl Seat {
-    /// A small buffer of zeros, for good. There are [`DEMAND_BUFFERS`].
+    /// How many small buffers there are.
+    #[must_use]
+    pub const fn small_count(&self) -> u16 {
+        DEMAND_BUFFERS_LEAST + self.extra
+    }
+
+    /// A small buffer of zeros, for good. There are [`Seat::small_count`].
     #[must_use]
     pub fn small(&self) -> Option<Lease> {
         let mut lease = self.staging.small.take()?;
@@ -165,7 +185,9 @@ impl Drop for Seat {
         let mut queue = self.staging.lock();
         self.staging.forget(&mut queue, self.family);
         self.staging.call_next(&queue);
-        self.staging.small.release(usize::from(DEMAND_BUFFERS));
+        drop(queue);
+        self.staging.small.release(usize::from(self.small_count()));
+        self.staging.extra.fetch_add(self.extra, Ordering::Relaxed);
     }
 }
 
@@ -240,15 +262,21 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_used_is_not_touched() {
+    fn what_may_come_is_known_beforehand_and_goes_with_its_family() {
         let staging = Staging::new(64 << 20).expect("8 MiB");
+        let large = STREAMS_MIN * CHUNK_BYTES;
+        assert_eq!(staging.to_come_bytes(), large);
         let seats: Vec<Seat> = (0..100).map(|n| staging.seat(n).expect("1 MiB")).collect();
-        assert_eq!(staging.untouched_bytes(), STREAMS_MIN * CHUNK_BYTES);
-        assert_eq!(staging.small.touched_bytes(), 0);
-        let small: Vec<Lease> = seats.iter().map(|seat| seat.small().expect("reserved")).collect();
-        assert_eq!(staging.small.touched_bytes(), 8 << 20, "100 of 32 in each block");
-        drop((small, seats));
+        assert_eq!(seats[0].small_count(), DEMAND_BUFFERS);
+        assert_eq!(seats[99].small_count(), DEMAND_BUFFERS_LEAST);
+        let small = 100 * u64::from(DEMAND_BUFFERS_LEAST) + (64 << 20) / EXTRA_SHARE / EXTENT_BYTES;
+        assert_eq!(staging.to_come_bytes(), large + small * EXTENT_BYTES);
+        let taken: Vec<Lease> = seats.iter().map(|seat| seat.small().expect("reserved")).collect();
+        assert_eq!(staging.to_come_bytes(), large + (small - 100) * EXTENT_BYTES);
+        drop((taken, seats));
+        assert_eq!(staging.to_come_bytes(), large);
+        assert_eq!(staging.seat(7).expect("1 MiB").small_count(), DEMAND_BUFFERS);
         let big = Staging::new(1 << 40).expect("32 MiB");
-        assert_eq!(big.untouched_bytes(), STREAMS_MAX * CHUNK_BYTES);
+        assert_eq!(big.to_come_bytes(), STREAMS_MAX * CHUNK_BYTES);
     }
 }

@@ -258,9 +258,19 @@ impl AnonBuffer {
     }
 
     fn madvise(&self, advice: i32) -> io::Result<()> {
-        // SAFETY: the range is the buffer's own, and none of the advices used here changes content.
+        // SAFETY: the range is the buffer's own, and none of the advices used here changes content, but for
+        // `empty`, whose caller has the only use of it.
         let rc = unsafe { libc::madvise(self.base.as_ptr().cast(), self.len, advice) };
         if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// Gives its memory back, if the kernel can: what is touched then reads as zeros.
+    pub(crate) fn empty(&self) {
+        // A process that locks what it touches needs the second, which is of Linux 5.18. Without it the buffer
+        // only keeps its memory.
+        if self.madvise(libc::MADV_DONTNEED).is_err() {
+            self.madvise(libc::MADV_DONTNEED_LOCKED).ok();
+        }
     }
 
     /// For kernels without MADV_POPULATE_WRITE (before 5.14).

@@ -1,8 +1,9 @@
 //! Buffers for I/O that many users share, each of one user at a time.
 //!
 //! Memory is mapped in blocks of a huge page when somebody reserves it, and touched when somebody first
-//! takes it. The lowest free piece is taken first, so that few users touch little. A block is never
-//! unmapped, discarded or moved as long as the pool lives: rings may have it registered.
+//! takes it. The lowest free piece is taken first, so that few users touch little. A block that holds
+//! several pieces is emptied when the last of them is given back; what was registered of it before is another
+//! [`Epoch`]'s. No block is unmapped or moved as long as the pool lives.
 
 use crate::memory::{AnonBuffer, HUGE_PAGE};
 use std::collections::BTreeSet;
@@ -18,9 +19,19 @@ pub struct BufferPool {
     inner: Mutex<Inner>,
 }
 
+/// Tells the memory that a piece has from what it had before its block was emptied.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Epoch(u64);
+
+#[derive(Debug)]
+struct Block {
+    memory: AnonBuffer,
+    epoch: Epoch,
+}
+
 #[derive(Debug, Default)]
 struct Inner {
-    blocks: Vec<AnonBuffer>,
+    blocks: Vec<Block>,
     /// Pieces that may be taken at once.
     reserved: usize,
     /// Pieces that are mapped and that nobody has.
@@ -52,7 +63,7 @@ impl BufferPool {
         while inner.blocks.len() * each < wanted {
             let block = AnonBuffer::untouched(HUGE_PAGE)?;
             let first = inner.blocks.len() * each;
-            inner.blocks.push(block);
+            inner.blocks.push(Block { memory: block, epoch: Epoch::default() });
             inner.free.extend(first..first + each);
         }
         inner.reserved = wanted;
@@ -73,10 +84,11 @@ impl BufferPool {
         let piece = inner.free.pop_first()?;
         let at = piece * self.piece_bytes;
         let block = inner.blocks.get(at / HUGE_PAGE)?;
-        let base = NonNull::new(block.as_mut_ptr().wrapping_add(at % HUGE_PAGE))?;
+        let (base, epoch) = (block.memory.as_mut_ptr(), block.epoch);
+        let base = NonNull::new(base.wrapping_add(at % HUGE_PAGE))?;
         inner.reached = inner.reached.max(piece + 1);
         drop(inner);
-        Some(Lease { pool: Arc::clone(self), piece, base })
+        Some(Lease { pool: Arc::clone(self), piece, base, epoch })
     }
 
     /// Pieces that nobody has.
@@ -85,15 +97,37 @@ impl BufferPool {
         self.lock().free.len()
     }
 
-    /// Bytes that may be in memory for it now.
+    /// Bytes of pieces that are reserved and were never taken.
     #[must_use]
-    pub fn touched_bytes(&self) -> u64 {
+    pub fn untouched_bytes(&self) -> u64 {
+        let inner = self.lock();
+        (inner.reserved.saturating_sub(inner.reached) * self.piece_bytes) as u64
+    }
+
+    /// Bytes of pieces that are reserved and that nobody has.
+    #[must_use]
+    pub fn unused_bytes(&self) -> u64 {
+        let inner = self.lock();
+        let mapped = inner.blocks.len() * (HUGE_PAGE / self.piece_bytes);
+        let used = mapped - inner.free.len();
+        (inner.reserved.saturating_sub(used) * self.piece_bytes) as u64
+    }
+
+    fn give_back(&self, piece: usize) {
         let each = HUGE_PAGE / self.piece_bytes;
-        (self.lock().reached.div_ceil(each) * HUGE_PAGE) as u64
+        let mut inner = self.lock();
+        inner.free.insert(piece);
+        let first = piece / each * each;
+        if each > 1 && inner.free.range(first..first + each).count() == each {
+            let Some(block) = inner.blocks.get_mut(piece / each) else { return };
+            block.epoch.0 += 1;
+            block.memory.empty();
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        // Each change leaves it whole: a block is pushed before its pieces are free.
+        // Each change leaves it whole: a block is pushed before its pieces are free, and has a new epoch before
+        // it is emptied.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -104,6 +138,7 @@ pub struct Lease {
     pool: Arc<BufferPool>,
     piece: usize,
     base: NonNull<u8>,
+    epoch: Epoch,
 }
 
 // SAFETY: the bytes are the lease's alone, as those of a `Box<[u8]>` are; nothing about them is bound to
@@ -125,6 +160,12 @@ impl Lease {
         self.piece
     }
 
+    /// Which memory it is at its address.
+    #[must_use]
+    pub const fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
     /// Its length in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -142,7 +183,8 @@ impl Lease {
     pub fn as_slice(&self) -> &[u8] {
         // SAFETY: `base` is the first of `piece_bytes` bytes of a mapping that lives as long as the pool,
         // which `self` keeps; anonymous memory is initialised. The piece is out of the free set until
-        // `self` is dropped, so no other lease names these bytes, and the pool itself never looks at them.
+        // `self` is dropped, so no other lease names these bytes, the pool itself never looks at them, and
+        // their block is not emptied.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.len()) }
     }
 
@@ -165,7 +207,7 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        self.pool.lock().free.insert(self.piece);
+        self.pool.give_back(self.piece);
     }
 }
 
@@ -177,12 +219,11 @@ mod tests {
     fn pieces_are_their_holders_alone_and_the_lowest_go_first() {
         let pool = BufferPool::new(1 << 20).expect("two in a block");
         assert!(pool.take().is_none(), "nothing is reserved");
-        assert_eq!(pool.touched_bytes(), 0);
         pool.reserve(1).expect("2 MiB");
         pool.reserve(2).expect("2 MiB");
         let mut leases: Vec<Lease> = std::iter::from_fn(|| pool.take()).collect();
         assert_eq!(leases.len(), 4, "whole blocks are mapped");
-        assert_eq!(pool.touched_bytes(), 4 << 20);
+        assert_eq!((pool.untouched_bytes(), pool.unused_bytes()), (0, 0));
         for (n, lease) in (0..).zip(&mut leases) {
             lease.as_mut_slice().fill(n);
         }
@@ -200,12 +241,33 @@ mod tests {
         let pool = BufferPool::new(HUGE_PAGE).expect("one in a block");
         pool.reserve(3).expect("6 MiB");
         let lease = pool.take().expect("reserved");
-        assert_eq!(pool.touched_bytes(), HUGE_PAGE as u64);
+        assert_eq!(pool.untouched_bytes(), 4 << 20);
+        assert!(!is_present(&lease));
+    }
+
+    fn is_present(lease: &Lease) -> bool {
         let at = crate::uffd::bytes(lease.as_slice().as_ptr().expose_provenance());
         let map = crate::memory::Pagemap::open(std::process::id().cast_signed()).expect("own");
         let mut entry = [crate::memory::PageEntry::default()];
         map.read(at, &mut entry).expect("read");
-        assert!(!entry[0].present());
+        entry[0].present()
+    }
+
+    #[test]
+    fn a_block_that_nobody_uses_any_more_is_emptied() {
+        let pool = BufferPool::new(1 << 20).expect("two in a block");
+        pool.reserve(2).expect("2 MiB");
+        let (mut one, mut other) = (pool.take().expect("one"), pool.take().expect("two"));
+        one.as_mut_slice().fill(7);
+        other.as_mut_slice().fill(7);
+        let epoch = one.epoch();
+        drop(one);
+        let one = pool.take().expect("again");
+        assert!(is_present(&one) && one.epoch() == epoch, "the other one is in use");
+        drop((one, other));
+        let one = pool.take().expect("again");
+        assert!(!is_present(&one) && one.epoch() != epoch);
+        assert!(one.as_slice().iter().all(|&byte| byte == 0));
     }
 
     #[test]

@@ -12,7 +12,7 @@
 //! land seconds later. The lock on the store says when that is over ([`crate::disk`]). A lease that such an
 //! operation uses is never given back.
 
-use crate::pool::{BufferPool, Lease};
+use crate::pool::{BufferPool, Epoch, Lease};
 use io_uring::{IoUring, opcode, squeue, types};
 use std::io;
 use std::ops::Range;
@@ -117,15 +117,15 @@ struct Operation {
 #[derive(Debug, Default)]
 struct Place {
     lease: Option<Lease>,
-    /// What the kernel knows under this number: the address, and whose memory it is, so that nothing
-    /// else can be there as long as we compare addresses.
-    registered: Option<(usize, Arc<BufferPool>)>,
+    /// What the kernel knows under this number: the address and its epoch, and whose memory it is, so that
+    /// nothing else can be there as long as we compare these.
+    registered: Option<(usize, Epoch, Arc<BufferPool>)>,
 }
 
 impl Place {
     fn knows(&self, lease: &Lease) -> bool {
-        let at = lease.as_mut_ptr().addr();
-        self.registered.as_ref().is_some_and(|&(known, _)| known == at)
+        let wanted = (lease.as_mut_ptr().addr(), lease.epoch());
+        self.registered.as_ref().is_some_and(|&(at, epoch, _)| (at, epoch) == wanted)
     }
 }
 
@@ -204,7 +204,8 @@ impl Ring {
             let done =
                 unsafe { self.ring.submitter().register_buffers_update(number, &[vector], None) };
             let pool = Arc::clone(lease.pool());
-            place.registered = done.is_ok().then(|| (lease.as_mut_ptr().addr(), pool));
+            let known = (lease.as_mut_ptr().addr(), lease.epoch(), pool);
+            place.registered = done.is_ok().then_some(known);
         }
         place.lease = Some(lease);
         Ok(index)

@@ -474,8 +474,11 @@ pub(super) fn settle_block<R: Records>(
             space.resting.retain(|&b| b != block);
         }
     } else if matches!(entry.stage, Stage::Moving | Stage::Writing) {
+        // What a write left behind has rested already.
+        if entry.stage == Stage::Moving {
+            entry.since = now;
+        }
         entry.stage = Stage::Resting;
-        entry.since = now;
         space.resting.push_back(block);
     }
 }

@@ -52,6 +52,9 @@ pub struct ManagerConfig {
     pub geometry: Geometry,
     /// DRAM that the family may have at first, limbo included.
     pub budget_bytes: u64,
+    /// Small staging buffers, [`DEMAND_BUFFERS_LEAST`](crate::limits::DEMAND_BUFFERS_LEAST) to
+    /// [`DEMAND_BUFFERS`](crate::limits::DEMAND_BUFFERS).
+    pub demand_buffers: u16,
     /// Least time that pages rest in limbo before they are written out, unless room is short.
     pub probation_ns: u64,
     /// The kernel has `UFFDIO_MOVE`. Without it pages rest where they are, write-protected.

@@ -121,19 +121,12 @@ impl<R: Records> Manager<R> {
 
     /// Writes out blocks that have rested, until enough is on its way. Gives how many were begun.
     fn write_resting(&mut self, over: u64, urgent: bool, effects: &mut Vec<Effect>) -> u32 {
-        let extent_pages = u64::from(self.shared.extent_pages());
-        let mut leaving = self.shared.gauges.dropping_pages;
-        for block in self.spaces.values().flat_map(|s| &s.blocks) {
-            if block.stage == Stage::Writing {
-                leaving += u64::from(block.mask.count_ones()) * extent_pages;
-            }
-        }
         let now = self.shared.now;
         for space in self.spaces.values().filter(|s| s.writes_rest_until > now) {
             self.timer = self.timer.min(space.writes_rest_until);
         }
         let mut begun = 0;
-        while leaving < over {
+        while self.leaving_pages() < over {
             let oldest = self
                 .spaces
                 .values()
@@ -167,9 +160,18 @@ impl<R: Records> Manager<R> {
                 break;
             }
             begun += 1;
-            leaving += u64::from(mask.count_ones()) * extent_pages;
         }
         begun
+    }
+
+    /// Pages that are on their way out of limbo.
+    fn leaving_pages(&self) -> u64 {
+        let written = self.shared.ops.iter().map(|(_, op)| match &op.kind {
+            Kind::Write(write) => write.extents.len() as u64,
+            _ => 0,
+        });
+        let written: u64 = written.sum();
+        self.shared.gauges.dropping_pages + written * u64::from(self.shared.extent_pages())
     }
 
     /// Moves extents to limbo until enough rests there. Gives how many chunks were begun.

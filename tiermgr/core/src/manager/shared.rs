@@ -103,7 +103,7 @@ impl<R: Records> Shared<R> {
             slots_wanted: None,
             room_asked: None,
             store_rests_until: Tick(0),
-            staging: Staging::new(),
+            staging: Staging::new(config.demand_buffers),
             free_records,
         }
     }

@@ -10,7 +10,7 @@
 //! **Not here.** Who is lent what (the host), and what the numbers stand for.
 
 use crate::effect::{Buffer, Effect};
-use crate::limits::{DEMAND_BUFFERS, STREAM_BUFFERS};
+use crate::limits::STREAM_BUFFERS;
 use crate::units::Tick;
 
 /// How long a large buffer may be waited for before a write goes through a small one. A host that has
@@ -20,6 +20,8 @@ const LOAN_GRACE_NS: u64 = 1_000_000;
 /// `free + busy == all` for each kind of buffer; all large ones are those that are lent.
 #[derive(Debug)]
 pub(super) struct Staging {
+    /// How many small ones there are.
+    demand: u16,
     free_demand: Vec<u16>,
     free_stream: Vec<u16>,
     lent: u16,
@@ -45,9 +47,10 @@ pub(super) enum ForWrite {
 }
 
 impl Staging {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(demand: u16) -> Self {
         Self {
-            free_demand: (0..DEMAND_BUFFERS).rev().collect(),
+            demand,
+            free_demand: (0..demand).rev().collect(),
             free_stream: Vec::new(),
             lent: 0,
             spent: Vec::new(),
@@ -82,7 +85,7 @@ impl Staging {
         }
         self.write_waits = true;
         let Some(since) = self.wanted else {
-            // As many as one family may have are at work; their ends bring further turns.
+            // As many as one family may have are at work, or about to go back; either brings further turns.
             return ForWrite::Later(Tick::NEVER);
         };
         let patience = since.after_ns(LOAN_GRACE_NS);
@@ -90,7 +93,7 @@ impl Staging {
             return ForWrite::Later(patience);
         }
         // Half of them stay for those that wait for a page.
-        if self.free_demand.len() <= usize::from(DEMAND_BUFFERS / 2) {
+        if self.free_demand.len() <= usize::from(self.demand / 2) {
             return ForWrite::Later(Tick::NEVER);
         }
         self.take_demand().map_or(ForWrite::Later(Tick::NEVER), ForWrite::Extent)
@@ -150,7 +153,7 @@ impl Staging {
     /// Whether `busy` buffers account for all that are not free.
     pub(super) fn check(&self, busy: usize) -> Result<(), String> {
         let free = self.free_stream.len() + self.spent.len() + self.free_demand.len();
-        let all = usize::from(self.lent + DEMAND_BUFFERS);
+        let all = usize::from(self.lent + self.demand);
         if busy + free == all { Ok(()) } else { Err(format!("{busy} + {free} of {all} buffers")) }
     }
 }
@@ -158,12 +161,13 @@ impl Staging {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::limits::DEMAND_BUFFERS;
 
     const NOW: Tick = Tick(5_000_000);
 
     #[test]
     fn a_loan_is_asked_for_once_and_given_back_unused() {
-        let (mut staging, mut effects) = (Staging::new(), Vec::new());
+        let (mut staging, mut effects) = (Staging::new(DEMAND_BUFFERS), Vec::new());
         assert_eq!(staging.take_for_ahead(NOW, &mut effects), None);
         assert_eq!(staging.take_for_ahead(NOW, &mut effects), None);
         assert_eq!(effects, [Effect::WantStream]);
@@ -180,7 +184,7 @@ mod tests {
 
     #[test]
     fn where_others_wait_a_loan_serves_once() {
-        let (mut staging, mut effects) = (Staging::new(), Vec::new());
+        let (mut staging, mut effects) = (Staging::new(DEMAND_BUFFERS), Vec::new());
         staging.set_short(true);
         staging.lend(0);
         assert!(matches!(staging.take_for_write(NOW, &mut effects), ForWrite::Whole(_)));
@@ -194,7 +198,7 @@ mod tests {
 
     #[test]
     fn a_write_that_found_all_lent_looks_again_once_they_went_back() {
-        let (mut staging, mut effects) = (Staging::new(), Vec::new());
+        let (mut staging, mut effects) = (Staging::new(DEMAND_BUFFERS), Vec::new());
         (0..STREAM_BUFFERS).for_each(|n| staging.lend(n));
         for _ in 0..STREAM_BUFFERS {
             assert!(matches!(staging.take_for_write(NOW, &mut effects), ForWrite::Whole(_)));
@@ -208,7 +212,7 @@ mod tests {
 
     #[test]
     fn a_write_that_is_lent_nothing_takes_a_small_buffer_but_not_from_those_that_wait() {
-        let (mut staging, mut effects) = (Staging::new(), Vec::new());
+        let (mut staging, mut effects) = (Staging::new(DEMAND_BUFFERS), Vec::new());
         let patience = NOW.after_ns(LOAN_GRACE_NS);
         assert_eq!(staging.take_for_write(NOW, &mut effects), ForWrite::Later(patience));
         let mut taken = 0;
@@ -222,7 +226,7 @@ mod tests {
 
     #[test]
     fn reads_ahead_leave_the_last_loan_and_each_that_a_write_waits_for() {
-        let (mut staging, mut effects) = (Staging::new(), Vec::new());
+        let (mut staging, mut effects) = (Staging::new(DEMAND_BUFFERS), Vec::new());
         (0..STREAM_BUFFERS).for_each(|n| staging.lend(n));
         for _ in 1..STREAM_BUFFERS {
             assert!(staging.take_for_ahead(NOW, &mut effects).is_some());

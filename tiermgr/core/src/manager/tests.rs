@@ -101,7 +101,8 @@ impl Machine {
     fn config() -> ManagerConfig {
         let geometry = Geometry { page_bytes: PAGE };
         // Without room everything is armed at birth.
-        ManagerConfig { geometry, budget_bytes: 0, probation_ns: 0, has_move: true }
+        let demand_buffers = crate::limits::DEMAND_BUFFERS;
+        ManagerConfig { geometry, budget_bytes: 0, demand_buffers, probation_ns: 0, has_move: true }
     }
 
     fn over(manager: Manager<Kept>, maps: BTreeMap<(ProcId, Addr), PageMask>) -> Self {

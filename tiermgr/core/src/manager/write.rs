@@ -10,9 +10,7 @@ use crate::effect::{BufRange, Effect};
 use crate::page::{PageEvent, PageMask, PageState};
 use crate::record::Records;
 use crate::slots::SEGMENT_SLOTS;
-use crate::units::{
-    Addr, CHUNK_EXTENTS, EXTENT_BYTES, LimboBlock, OpId, ProcId, SlotId, Tick, low_u32,
-};
+use crate::units::{Addr, CHUNK_EXTENTS, EXTENT_BYTES, LimboBlock, OpId, ProcId, SlotId, low_u32};
 
 /// Ranges that were zapped and that a fork may have seen before, until somebody asks whether one did.
 const ZAPPED_MAX: usize = 32;
@@ -79,7 +77,8 @@ impl<R: Records> Manager<R> {
             }
             ForWrite::Later(again) => {
                 self.timer = self.timer.min(again);
-                self.rests_on |= again != Tick::NEVER;
+                // Nobody need go beyond the limit for it: operations end, or time brings a small buffer.
+                self.rests_on = true;
                 return false;
             }
         };

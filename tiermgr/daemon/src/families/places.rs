@@ -3,15 +3,16 @@
 use super::Inner;
 use std::io;
 use std::path::PathBuf;
+use tiermgr_core::limits::DEMAND_BUFFERS_LEAST;
+use tiermgr_core::units::EXTENT_BYTES;
 use tiermgr_engine::error::EngineError;
 use tiermgr_engine::room::RoomUse;
 use tiermgr_wire::size::Size;
 
 /// Families at once. Each has a thread.
 pub const FAMILIES_MAX: usize = 512;
-/// What a family takes in the daemon itself: a thread, an io_uring, tables, and two small buffers. Measured
-/// for a program that has parked; one that fits takes half.
-pub(super) const FAMILY_OWN_BYTES: u64 = 512 << 10;
+/// What a family takes in the daemon itself: a thread, an io_uring and tables as measured, and its small buffers.
+pub(super) const FAMILY_OWN_BYTES: u64 = (512 << 10) + DEMAND_BUFFERS_LEAST as u64 * EXTENT_BYTES;
 /// Below this a program would do little but wait for its pages.
 const FAMILY_DRAM_LEAST: u64 = 512 << 10;
 /// What the daemon keeps for itself is counted by this, so that it does not change all the time.
@@ -120,11 +121,11 @@ mod tests {
     fn a_program_for_which_there_is_no_dram_is_refused() {
         let mut inner = Inner::default();
         let room = |kept| RoomUse { kept, total: 32 << 20, ..RoomUse::default() };
-        assert!(inner.check_dram(room(31 << 20)).is_ok());
+        assert!(inner.check_dram(room(30 << 20)).is_ok());
         for number in 0..16 {
             inner.beginning.insert(number, 0);
         }
-        assert!(inner.check_dram(room(23 << 20)).is_ok());
+        assert!(inner.check_dram(room(22 << 20)).is_ok());
         let refused = inner.check_dram(room(24 << 20)).unwrap_err().to_string();
         for part in ["32MiB", "16 are served", "24MiB", "--dram"] {
             assert!(refused.contains(part), "{refused}");

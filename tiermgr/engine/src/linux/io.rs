@@ -7,7 +7,7 @@
 use super::token::Token;
 use crate::error::EngineError;
 use crate::room::FamilyId;
-use crate::staging::{Seat, Staging};
+use crate::staging::Seat;
 use crate::store::Store;
 use crate::wake::Wake;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -60,7 +60,7 @@ struct StoreOp {
 pub(super) struct Io {
     // Before the seat: it gives back what it was lent.
     ring: Ring,
-    seat: Seat,
+    seat: Arc<Seat>,
     /// Demand buffers that are in their places.
     placed: u32,
     /// The manager has asked for one more stream buffer.
@@ -84,12 +84,10 @@ impl Io {
         store: Arc<Store>,
         family: FamilyId,
         geometry: Geometry,
-        staging: &Arc<Staging>,
+        seat: Arc<Seat>,
     ) -> Result<Self, EngineError> {
         let mut ring =
             Ring::new(ENTRIES, PLACES).map_err(EngineError::kernel("setting up an io_uring"))?;
-        let seat =
-            staging.seat(family).map_err(EngineError::kernel("mapping the staging buffers"))?;
         let file = ring
             .register_file(store.file().as_fd())
             .map_err(EngineError::kernel("registering the store"))?;
@@ -181,6 +179,7 @@ impl Io {
 
     /// Starts a write of whole extents, checksums first. `false`: not started, and never will be.
     pub(super) fn write(&mut self, op: OpId, from: BufRange, slot: SlotId) -> bool {
+        self.have(from.buf);
         let Some(bytes) = self.staged(from) else { return false };
         if !self.store.sums().record(slot, bytes) {
             return false;
@@ -358,14 +357,19 @@ impl Io {
                 store = %self.store.path().display(), "store i/o failed {TRIES_MAX} times"
             );
         }
-        let ok = failure.is_none();
+        let mut ok = failure.is_none();
         let entry = self.ops.get_mut(at)?.take()?;
         Some(match entry.kind {
             Kind::Write => Event::Written { op: entry.op, ok },
             Kind::Read => {
                 let damaged = match self.ring.buffer(&entry.range) {
                     Ok(bytes) if ok => self.store.sums().damaged(entry.slot, bytes, self.geometry),
-                    _ => 0,
+                    Ok(_) => 0,
+                    Err(error) => {
+                        tracing::error!(%error, "what was read is not to be seen");
+                        ok = false;
+                        0
+                    }
                 };
                 if damaged != 0 {
                     tracing::error!(

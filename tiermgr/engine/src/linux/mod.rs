@@ -31,7 +31,7 @@ use crate::error::EngineError;
 use crate::host::Host;
 use crate::mailbox::{Claim, Mail, Mailbox, answer as send};
 use crate::room::{FamilyId, Room, Share};
-use crate::staging::Staging;
+use crate::staging::Seat;
 use crate::state::FamilyState;
 use crate::stats::HostStats;
 use crate::store::Store;
@@ -79,8 +79,8 @@ pub struct HostConfig {
     pub room: Arc<Room>,
     /// The family's share of it.
     pub share: Arc<Share>,
-    /// Staging memory that all families share.
-    pub staging: Arc<Staging>,
+    /// What the family has of the staging memory.
+    pub seat: Arc<Seat>,
     /// The descriptor table ([`ExecutorConfig::table`](crate::executor::ExecutorConfig::table)).
     pub table: u64,
     /// The budget that the manager begins with. The share may have become smaller since.
@@ -154,7 +154,7 @@ impl LinuxHost {
                 Arc::clone(&config.store),
                 config.family,
                 Geometry { page_bytes },
-                &config.staging,
+                Arc::clone(&config.seat),
             )?,
             budget_told: config.budget_bytes,
             cap: Cap::NONE,

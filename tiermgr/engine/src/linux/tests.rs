@@ -140,7 +140,7 @@ impl World {
             features,
             store,
             room,
-            staging: Staging::new(64 << 20).unwrap(),
+            seat: Arc::new(Staging::new(64 << 20).unwrap().seat(FAMILY).unwrap()),
             share,
             budget_bytes,
             table: 1,
