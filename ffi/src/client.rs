@@ -6,7 +6,7 @@ use crate::arenas::{Allocated, NotLive};
 use crate::cancel::Uncancelled;
 use crate::fds;
 use crate::fork;
-use crate::heap::{Discarded, Heap, Source};
+use crate::heap::{ARENA_BYTES_FIRST, Discarded, Heap, Source};
 use crate::link::{Birth, Config, FILTERED, Failed, Link, Patience, Undisturbed};
 use crate::lock::{Entered, Guarded};
 use crate::sandbox::{self, Deed};
@@ -540,6 +540,11 @@ impl Source for Client {
             .find(|known| std::ptr::eq(&raw const ***known, region))
             .map(|region| region.start())
             .ok_or(Error::new(Status::Internal, "a region that was just made is gone"))
+    }
+
+    fn first_arena_bytes(&self) -> usize {
+        let told = self.connected.try_enter().map(|connected| connected.link.arena_bytes());
+        told.unwrap_or(ARENA_BYTES_FIRST)
     }
 
     fn discard(&self, address: usize, bytes: usize) -> Discarded {

@@ -20,6 +20,8 @@ use std::time::{Duration, Instant};
 use tiermgr_core::units::low_u32;
 
 /// First arena. Address space costs nothing, and fewer arenas mean fewer messages.
+///
+/// Where the daemon says nothing else; it says less where it has little memory itself.
 pub const ARENA_BYTES_FIRST: usize = 4 << 30;
 const ARENA_BYTES_MAX: usize = 64 << 30;
 /// Below this a process with little address space gets just what it asks for.
@@ -45,6 +47,11 @@ pub trait Source {
 
     /// Makes a range read as zeros and cost nothing. `free` waits for this: no longer than a moment.
     fn discard(&self, address: usize, bytes: usize) -> Discarded;
+
+    /// What the first arena should be, unless more is needed.
+    fn first_arena_bytes(&self) -> usize {
+        ARENA_BYTES_FIRST
+    }
 
     /// Whether the daemon has been asked for something and has still to answer.
     fn is_answer_owed(&self) -> bool {
@@ -124,7 +131,7 @@ impl Heap {
         let piece = low_u32((piece_bytes / page_bytes()) as u64);
         Self {
             arenas: Guarded::new(Arenas::new(page_bytes(), piece)),
-            growth: Guarded::new(ARENA_BYTES_FIRST),
+            growth: Guarded::new(0),
             bounds: [const {
                 Bounds {
                     start: AtomicUsize::new(0),
@@ -486,7 +493,13 @@ impl Heap {
     ) -> Result<()> {
         let slack = align.max(CHUNK);
         let needed = (bytes + slack).next_multiple_of(CHUNK);
-        let mut wanted = needed.max(*next);
+        let mut wanted = needed.max(match *next {
+            0 => {
+                let told = source.first_arena_bytes().clamp(ARENA_BYTES_MIN, ARENA_BYTES_FIRST);
+                told.next_multiple_of(CHUNK)
+            }
+            next => next,
+        });
         // What can fail fails before the daemon has promised anything.
         if self.arenas.enter().ok_or_else(inside)?.is_full() {
             return Err(Error::new(

@@ -194,6 +194,8 @@ pub struct Link {
     /// The process that made it. A child of a raw clone must not speak on its parent's connection.
     pid: i32,
     family: u64,
+    /// What the daemon would have the first arena be.
+    arena_bytes: usize,
     connection: Connection,
     pace: Pace,
     birth: Arc<Birth>,
@@ -210,6 +212,11 @@ pub struct Link {
 }
 
 impl Link {
+    /// What the daemon would have the first arena of a heap be.
+    pub const fn arena_bytes(&self) -> usize {
+        self.arena_bytes
+    }
+
     /// Connects, makes the userfaultfds, limbo and the helper, and attaches.
     ///
     /// # Errors
@@ -231,7 +238,7 @@ impl Link {
         let give_up = monotonic_ns().saturating_add(nanoseconds(RESTART_WAIT));
         let limit = Limit::new(HANDSHAKE_WAIT, HANDSHAKE_WAIT);
         let mut pause_ns = RETRY_NS_MIN;
-        let (nonce_page, Joined { connection, family, attached, device }) = loop {
+        let (nonce_page, Joined { connection, family, arena_bytes, attached, device }) = loop {
             match begin(&config, give_up, limit, &mut packet) {
                 Ok(Some(joined)) => break joined,
                 Ok(None) => {}
@@ -253,6 +260,7 @@ impl Link {
             config,
             pid,
             family,
+            arena_bytes,
             connection: Connection::Up(connection?),
             pace: Pace::FIRST,
             birth: Arc::new(Birth::new(Fd::new(device), nonce_page)),

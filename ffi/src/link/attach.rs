@@ -135,6 +135,7 @@ pub(super) fn greet(socket: &Path, role: Role, limit: Limit, packet: &mut [u8]) 
 /// What was made and sent, and not refused.
 #[derive(Debug)]
 pub(super) struct Joined {
+    pub(super) arena_bytes: usize,
     /// The answer may be owed yet. An error: the connection ended without one.
     pub(super) connection: Result<Session>,
     pub(super) family: u64,
@@ -219,7 +220,8 @@ pub(super) fn attach(
     } else {
         Session::new(stream, Owed::Attached)
     };
-    Ok(Joined { connection, family: welcome.family, attached, device })
+    let arena_bytes = usize::try_from(welcome.arena_bytes).unwrap_or(usize::MAX);
+    Ok(Joined { connection, family: welcome.family, arena_bytes, attached, device })
 }
 
 /// Starts a process. Where there are as many as there may be, others end soon: a program would have to do without

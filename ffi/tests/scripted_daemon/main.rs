@@ -253,6 +253,7 @@ fn serve(stream: &Stream, book: &Book, device: &DeviceFd) {
                 let welcome = Welcome {
                     family: FAMILY,
                     limbo_bytes: if manner == Manner::OddLimbo { 4096 } else { 8 << 20 },
+                    arena_bytes: 4 << 30,
                     ring_bytes: 65536,
                     has_move: true,
                 };

@@ -16,7 +16,7 @@ use places::{FAMILY_OWN_BYTES, OWN_STEP_BYTES};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{self, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -144,7 +144,7 @@ impl Families {
     fn keep_own(&self) {
         // Before what is in memory: what becomes of the one between the two looks is counted twice.
         let to_come = self.shared.staging.to_come_bytes();
-        let Some(resident) = own_resident_bytes() else {
+        let Some(resident) = own_resident_bytes(&self.shared.state_dir) else {
             tracing::warn!("the daemon cannot see what it has in memory itself");
             return;
         };
@@ -196,6 +196,11 @@ impl Families {
         uid: u32,
     ) -> Result<Arc<Family>, BeginError> {
         let facts = FamilyFacts { secret: Secret(secret), name: name.to_owned(), class, uid };
+        if self.check_places(uid).is_err() {
+            // Some may have ended that nobody has looked at since.
+            self.end_idle();
+            self.keep_own();
+        }
         let mut inner = self.lock();
         inner.check_room(uid, self.shared.families_per_uid)?;
         inner.check_dram(self.shared.room.usage())?;
@@ -289,14 +294,25 @@ impl Families {
     /// from the room. To be called about once a second.
     pub fn tidy(&self) {
         self.retry_waiting();
+        self.end_idle();
+        for family in self.list() {
+            family.forget_gone();
+        }
+        self.keep_own();
+    }
+
+    fn check_places(&self, uid: u32) -> Result<(), BeginError> {
+        let inner = self.lock();
+        inner.check_room(uid, self.shared.families_per_uid)?;
+        inner.check_dram(self.shared.room.usage())
+    }
+
+    fn end_idle(&self) {
         for family in self.list() {
             if family.executor.is_idle() {
                 self.end(&family);
-            } else {
-                family.forget_gone();
             }
         }
-        self.keep_own();
     }
 
     /// Ends a family of which no process is left.
@@ -524,10 +540,22 @@ pub const fn class_name(class: Class) -> &'static str {
     }
 }
 
-/// Bytes of this process that are in memory now, shared pages and state files included.
-#[must_use]
-pub fn own_resident_bytes() -> Option<u64> {
-    proc::status_bytes(std::process::id().cast_signed(), "VmRSS")
+/// Bytes that this process has in memory now, the state files included: those that it has not looked at, too.
+fn own_resident_bytes(state_dir: &Path) -> Option<u64> {
+    let of = |name| proc::status_bytes(std::process::id().cast_signed(), name);
+    let shared = of("RssShmem")?.max(allocated_bytes(state_dir));
+    Some(of("RssAnon")? + of("RssFile")? + shared)
+}
+
+/// What the files of a folder take. Those that go meanwhile take nothing.
+fn allocated_bytes(folder: &Path) -> u64 {
+    let Ok(entries) = fs::read_dir(folder) else { return 0 };
+    let each = entries.flatten().map(|entry| match entry.metadata() {
+        Ok(found) if found.is_dir() => allocated_bytes(&entry.path()),
+        Ok(found) => found.blocks() * 512,
+        Err(_) => 0,
+    });
+    each.sum()
 }
 
 /// A number that nobody can guess.

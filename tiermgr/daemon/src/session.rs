@@ -264,6 +264,7 @@ impl Session<'_> {
         let welcome = Welcome {
             family: secret,
             limbo_bytes: shared.limbo_bytes,
+            arena_bytes: arena_bytes(shared.room.usage().total),
             ring_bytes,
             has_move: shared.features.uffd_move,
         };
@@ -437,6 +438,20 @@ fn not_begun(error: &BeginError) -> Refused {
         }
     }
 }
+
+/// Four times the DRAM limit: a program that needs more makes further ones, each twice as large. Beyond 4 GiB
+/// nothing is gained, and below 64 MiB nothing saved.
+const fn arena_bytes(dram_bytes: u64) -> u64 {
+    let wanted = dram_bytes.saturating_mul(4);
+    if wanted > ARENA_BYTES_MAX {
+        return ARENA_BYTES_MAX;
+    }
+    let rounded = wanted.next_power_of_two();
+    if rounded < ARENA_BYTES_MIN { ARENA_BYTES_MIN } else { rounded }
+}
+
+const ARENA_BYTES_MIN: u64 = 64 << 20;
+const ARENA_BYTES_MAX: u64 = 4 << 30;
 
 fn is_full(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)

@@ -656,10 +656,9 @@ fn serve(begin: Begin, ended: &Ended, ready: &SyncSender<Result<(), EngineError>
     if most_bytes > BEYOND_BYTES_ALLOWED {
         tracing::warn!(
             family = ended.family,
-            faults = beyond,
-            most_mib = most_bytes >> 20,
-            "the program went beyond its limit for a while, by no more than most_mib: nothing else of \
-             it could be parked (see `Limits hold` in promises.md)"
+            "the program went beyond its limit {beyond} times, by 64 KiB each, since nothing else of it could \
+             be parked at that moment; each was made up for afterwards. A larger limit (--dram) or a faster disk \
+             ends it"
         );
     } else if beyond > 0 {
         tracing::debug!(family = ended.family, faults = beyond, "served beyond the limit");

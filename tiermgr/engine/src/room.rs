@@ -24,9 +24,10 @@ use tiermgr_wire::hello::Class;
 /// The number of a family; unique for the life of the daemon.
 pub type FamilyId = u64;
 
-/// What a family keeps at least above its use while others go without, so that it need not ask for
-/// each page.
+/// What a family keeps above its use while others go without, so that it need not ask for each page: at
+/// most so much, and where families are many their part of an eighth of all.
 const SLACK_BYTES: u64 = 2 << 20;
+const SLACK_SHARE: u64 = 8;
 
 /// How much a class weighs against another when room is short.
 const fn weight(class: Class) -> u64 {
@@ -87,12 +88,12 @@ impl Family {
 
     /// What it is to be counted as needing: what it asked for, or, where it asks for nothing more,
     /// what it uses and a little on top.
-    fn demand(&self) -> u64 {
+    fn demand(&self, slack: u64) -> u64 {
         if self.wish > self.granted {
             return self.wish;
         }
         let used = self.used();
-        used.saturating_add((used / 16).max(SLACK_BYTES)).min(self.granted)
+        used.saturating_add((used / 16).max(slack)).min(self.granted)
     }
 }
 
@@ -107,7 +108,7 @@ pub struct RoomUse {
     pub free: u64,
     /// All of it.
     pub total: u64,
-    /// Of the used: the daemon's own.
+    /// The daemon's own, all of it: of the used as far as the total goes.
     pub kept: u64,
     /// In use above grants, or kept above the total: what is to shrink. Counted nowhere else.
     pub beyond: u64,
@@ -224,14 +225,15 @@ impl Room {
     #[must_use]
     pub fn usage(&self) -> RoomUse {
         let ledger = self.lock();
-        let (free, kept) = (free(self.total, &ledger), ledger.kept.min(self.total));
+        let free = free(self.total, &ledger);
         let families = ledger.families.values();
         let granted_used: u64 = families.map(|family| family.used().min(family.granted)).sum();
         // Grants are above what is left of the total for as long as it takes families to shrink.
-        let used = (kept + granted_used).min(self.total);
+        let used = ledger.kept.saturating_add(granted_used).min(self.total);
         let all_used: u64 = ledger.families.values().map(Family::used).sum();
         let beyond = (ledger.kept + all_used).saturating_sub(used);
-        RoomUse { used, reserved: self.total - free - used, free, total: self.total, kept, beyond }
+        let (total, kept) = (self.total, ledger.kept);
+        RoomUse { used, reserved: total - free - used, free, total, kept, beyond }
     }
 
     fn lock(&self) -> MutexGuard<'_, Ledger> {
@@ -294,11 +296,13 @@ impl Room {
         }
         // What nobody uses goes first: it costs its holder nothing.
         let mut rest = missing.saturating_sub(available);
-        let mut idlest_first: Vec<FamilyId> = families.keys().copied().collect();
-        idlest_first.sort_by_key(|id| {
-            Reverse(families.get(id).map_or(0, |f| f.granted.saturating_sub(f.used())))
-        });
-        for id in idlest_first {
+        // Looked at once: what families use changes meanwhile, and a sort whose keys change panics.
+        let mut idlest_first: Vec<(Reverse<u64>, FamilyId)> = families
+            .iter()
+            .map(|(&id, family)| (Reverse(family.granted.saturating_sub(family.used())), id))
+            .collect();
+        idlest_first.sort_unstable();
+        for (_, id) in idlest_first {
             let Some(family) = families.get_mut(&id) else { continue };
             let fair = fair.get(&id).copied().unwrap_or(0);
             let less = family.granted.saturating_sub(fair).min(rest);
@@ -321,8 +325,10 @@ fn free(total: u64, ledger: &Ledger) -> u64 {
 fn fair_shares(total: u64, families: &BTreeMap<FamilyId, Family>) -> BTreeMap<FamilyId, u64> {
     let mut shares = BTreeMap::new();
     let mut rest = total;
+    let slack = total / SLACK_SHARE / (families.len() as u64).max(1);
+    let slack = slack.clamp(EXTENT_BYTES, SLACK_BYTES);
     let mut open: Vec<(FamilyId, u64, u64)> =
-        families.iter().map(|(&id, family)| (id, family.demand(), family.weight)).collect();
+        families.iter().map(|(&id, family)| (id, family.demand(slack), family.weight)).collect();
     while !open.is_empty() {
         let weights: u64 = open.iter().map(|&(_, _, weight)| weight).sum();
         let part = rest / weights;

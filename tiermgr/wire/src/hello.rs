@@ -58,6 +58,8 @@ pub struct Welcome {
     pub family: u64,
     /// Bytes of limbo to reserve, a multiple of 2 MiB.
     pub limbo_bytes: u64,
+    /// Bytes to reserve for the first arena of a heap: each costs the daemon memory for its records.
+    pub arena_bytes: u64,
     /// Length of the ring's memfd in bytes.
     pub ring_bytes: u64,
     /// The kernel has `UFFDIO_MOVE`. Without it no limbo is used and the helper only drops.
