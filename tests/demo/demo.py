@@ -140,7 +140,7 @@ def c_program(folder):
     if code:
         raise Failed(f"the C program ended with {code}")
     told = counters(report)
-    print(f"  program {meter.peaks['client_bytes'] / MIB:.1f} MiB and daemon "
+    print(f"  program and daemon {meter.peaks['held_bytes'] / MIB:.1f} MiB, the daemon "
           f"{meter.peaks['daemon_bytes'] / MIB:.1f} MiB at their peaks, seen from outside; "
           f"{told['recalled_pages']} pages recalled,\n  {told.get('prefetched_pages', 0)} prefetched, "
           f"{told['store_written_bytes'] // MIB} MiB written, {told['store_read_bytes'] // MIB} MiB read.")

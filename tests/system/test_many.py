@@ -1,7 +1,10 @@
 """Many small programs under one limit: together with the daemon they stay within it, and one for which there
 is no room is told so."""
 
+import os
+import signal
 import subprocess
+import time
 
 import product
 from box import MIB
@@ -36,10 +39,40 @@ def test_programs_that_all_move_stay_within_the_limit(run_bounded, workload, box
 def test_programs_that_rest_cost_little(run_bounded, box):
     """Each of them has a thread in the daemon; none has a buffer before it needs one."""
     with Meter(box) as meter:
-        run_bounded(at_once(40, "/bin/sleep", 3), 64, popen=box.popen, flags=("--small",))
-    assert meter.peaks["daemon_bytes"] <= 48 * MIB, meter.peaks
+        run_bounded(at_once(30, "/bin/sleep", 3), 64, popen=box.popen,
+                    flags=("--small", "--require"))
+    assert meter.peaks["daemon_bytes"] <= 40 * MIB, meter.peaks
     limit = 64 * MIB * 102 // 100 + 16 * MIB
-    assert meter.peaks["held_bytes"] <= limit + 40 * OUTSIDE_EACH, meter.peaks
+    # jemalloc's tables take 2 MiB in each of them.
+    assert meter.peaks["held_bytes"] <= limit + 30 * (OUTSIDE_EACH + 2 * MIB), meter.peaks
+
+
+def test_those_that_have_ended_make_room_at_once(run_bounded, workload):
+    """Far more than fit, one after another."""
+    script = 'for _ in $(seq "$1"); do "$2" fill 2 1 >/dev/null || exit 1; done'
+    command = ["/bin/bash", "-c", script, "bash", 120, workload]
+    _, counters = run_bounded(command, 32, flags=("--require",))
+    assert counters["attached_processes"] >= 120, counters
+
+
+def test_a_restarted_daemon_takes_no_more(folder, workload):
+    with product.Daemon(folder, 48 * MIB, 512 * MIB) as daemon:
+        held = [subprocess.Popen([workload, "hold", "3"], env=daemon.preloaded(), text=True,
+                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(12)]
+        try:
+            assert [process.stdout.readline() for process in held] == ["filled\n"] * len(held)
+            os.kill(daemon.status()["daemon_pid"], signal.SIGKILL)
+            after = daemon.wait_for(lambda s: s["restarts"] == 1 and s["families"] == len(held))
+            time.sleep(2)
+            after = daemon.status()
+            assert after["dram_own_bytes"] <= 40 * MIB, after
+            for process in held:
+                out, _ = process.communicate("\n", timeout=60)
+                assert (process.returncode, out) == (0, "right\n")
+        finally:
+            for process in held:
+                process.kill()
+                process.communicate()
 
 
 def test_one_for_which_there_is_no_room_is_told_so(folder, workload):

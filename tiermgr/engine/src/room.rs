@@ -514,6 +514,29 @@ mod tests {
     }
 
     #[test]
+    fn use_may_change_while_shares_are_computed() {
+        let room = Room::new(1000 * MIB);
+        let shares: Vec<_> = (0..100).map(|n| join(&room, n, Class::Standard, 50 * MIB)).collect();
+        let ends = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut random = Random::new(1);
+                while !ends.load(Ordering::Relaxed) {
+                    for share in &shares {
+                        share.used.store(random.below(50 * MIB), Ordering::Release);
+                    }
+                }
+            });
+            let rounds = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                (0..1000).for_each(|n| room.want(&shares[n % 100], 60 * MIB));
+            }));
+            ends.store(true, Ordering::Relaxed);
+            assert!(rounds.is_ok());
+        });
+        check(&room);
+    }
+
+    #[test]
     fn one_that_has_shrunk_grows_again_when_it_asks() {
         let room = Room::new(100 * MIB);
         let a = join(&room, 1, Class::Standard, 100 * MIB);
