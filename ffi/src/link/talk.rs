@@ -14,6 +14,8 @@ use tiermgr_wire::request::ToDaemon;
 
 /// After so long a wait looks again whose process it is.
 const SLICE_MS: u64 = 100;
+/// Between two looks where it may not poll.
+const PEEK_NS: u64 = 1_000_000;
 
 /// How long an attempt waits for the daemon, from its greeting to its answer to an `Attach`.
 #[derive(Clone, Copy, Debug)]
@@ -142,29 +144,63 @@ fn heard(stream: &Stream, wait: Option<Duration>, pid: i32) -> Heard {
 
 fn poll(stream: &Stream, wait: Option<Duration>, goes_on: impl Fn() -> bool) -> Heard {
     let deadline = wait.map(|wait| monotonic_ns().saturating_add(nanoseconds(wait)));
-    let mut wanted =
-        libc::pollfd { fd: stream.as_fd().as_raw_fd(), events: libc::POLLIN, revents: 0 };
     loop {
-        let left = deadline
-            .map_or(u64::MAX, |deadline| deadline.saturating_sub(monotonic_ns()))
-            .div_ceil(1_000_000);
-        // A handler may have been called just before.
-        let slice = i32::try_from(left.min(SLICE_MS)).unwrap_or(i32::MAX);
-        // SAFETY: poll reads and writes one `pollfd`, which is here.
-        let ready = unsafe { libc::poll(&raw mut wanted, 1, slice) };
-        let is_interrupted =
-            ready < 0 && io::Error::last_os_error().kind() == io::ErrorKind::Interrupted;
+        let left = deadline.map_or(u64::MAX, |deadline| deadline.saturating_sub(monotonic_ns()));
+        let looked = look(stream, left);
         if !goes_on() {
             return Heard::Elsewhere;
         }
-        match ready {
-            0 if left <= SLICE_MS => return Heard::Nothing,
-            0 => {}
-            _ if is_interrupted => {}
+        match looked {
+            Ok(false) if deadline.is_some_and(|deadline| monotonic_ns() >= deadline) => {
+                return Heard::Nothing;
+            }
+            Ok(false) => {}
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             // The next call on the socket tells what is wrong with it.
-            _ => return Heard::Something,
+            Ok(true) | Err(_) => return Heard::Something,
         }
     }
+}
+
+/// Waits a slice of time, or `left_ns` if that is less. Whether something can be received.
+fn look(stream: &Stream, left_ns: u64) -> io::Result<bool> {
+    // A handler may have been called just before.
+    let slice = i32::try_from(left_ns.div_ceil(1_000_000).min(SLICE_MS)).unwrap_or(i32::MAX);
+    let mut wanted =
+        libc::pollfd { fd: stream.as_fd().as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    // SAFETY: poll reads and writes one `pollfd`, which is here.
+    let ready = unsafe { libc::poll(&raw mut wanted, 1, slice) };
+    if ready >= 0 {
+        return Ok(ready > 0);
+    }
+    let error = io::Error::last_os_error();
+    if error.kind() == io::ErrorKind::Interrupted {
+        return Err(error);
+    }
+    // A program that allows itself no descriptors (RLIMIT_NOFILE) may not poll even one that it has, and a filter may
+    // refuse the call. That says nothing of the socket, and a wait in its next call would have no end.
+    let is_there = peek(stream)?;
+    if !is_there {
+        std::thread::sleep(Duration::from_nanos(left_ns.min(PEEK_NS)));
+    }
+    Ok(is_there)
+}
+
+/// Whether something can be received, by a call that does not wait.
+fn peek(stream: &Stream) -> io::Result<bool> {
+    let mut byte = 0_u8;
+    let mut place = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
+    // SAFETY: zeros are a valid header, of a message without an address and without descriptors.
+    let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
+    (header.msg_iov, header.msg_iovlen) = (&raw mut place, 1);
+    let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
+    // Not recv, which is another system call: filters are asked about this one.
+    // SAFETY: the header, its one place and the byte there outlive the call.
+    if unsafe { libc::recvmsg(stream.as_fd().as_raw_fd(), &raw mut header, flags) } >= 0 {
+        return Ok(true);
+    }
+    let error = io::Error::last_os_error();
+    if error.kind() == io::ErrorKind::WouldBlock { Ok(false) } else { Err(error) }
 }
 
 /// What came of a request.
@@ -279,5 +315,58 @@ pub(super) fn unexpected(what: &str, reply: FromDaemon) -> Error {
     match reply {
         FromDaemon::Error { code, message } => Error::because(code.into(), message),
         _ => Error::because(Status::Protocol, format!("{what} was not what belongs there")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The step that goes wrong in a process that may have no descriptors. Zero: none does.
+    fn wrong_without_descriptors(mine: &Stream, peer: &Stream) -> libc::c_int {
+        let none = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: setrlimit reads one `rlimit`.
+        if unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const none) } != 0 {
+            return 1;
+        }
+        let (wait, began) = (Duration::from_millis(50), monotonic_ns());
+        if poll(mine, Some(wait), || true) != Heard::Nothing {
+            return 2;
+        }
+        if monotonic_ns() - began < nanoseconds(wait) {
+            return 3;
+        }
+        if readable(mine, Duration::ZERO) || poll(mine, None, || false) != Heard::Elsewhere {
+            return 4;
+        }
+        if peer.send_with_fds(b"an answer", &[]).is_err() || !readable(mine, Duration::ZERO) {
+            return 5;
+        }
+        // It is there yet.
+        let mut packet = [0_u8; 16];
+        if poll(mine, None, || true) != Heard::Something
+            || !matches!(mine.recv_with_fds(&mut packet), Ok((9, _)))
+        {
+            return 6;
+        }
+        // SAFETY: ends the peer's side; the stream is not used after this.
+        unsafe { libc::shutdown(peer.as_fd().as_raw_fd(), libc::SHUT_RDWR) };
+        if readable(mine, Duration::ZERO) { 0 } else { 7 }
+    }
+
+    #[test]
+    fn a_wait_has_an_end_where_no_descriptors_are_allowed() {
+        let (mine, peer) = Stream::pair().expect("a pair");
+        // SAFETY: the child makes system calls only, and ends.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let wrong = wrong_without_descriptors(&mine, &peer);
+            // SAFETY: ends the child.
+            unsafe { libc::_exit(wrong) };
+        }
+        let mut status = 0;
+        // SAFETY: waitpid writes one int.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0, "{status:#x}");
     }
 }
