@@ -1,5 +1,6 @@
 //! A client: one connection, its regions, and a heap of its own.
 
+mod inside;
 mod mapping;
 
 use crate::arenas::{Allocated, NotLive};
@@ -8,10 +9,11 @@ use crate::fds;
 use crate::fork;
 use crate::heap::{ARENA_BYTES_FIRST, Discarded, Heap, Source};
 use crate::link::{Birth, Config, FILTERED, Failed, Link, Patience, Undisturbed};
-use crate::lock::{Entered, Guarded};
+use crate::lock::Guarded;
 use crate::sandbox::{self, Deed};
 use crate::space::{CHUNK, Locking, Reserved, page_bytes};
 use crate::status::{Error, Result, Status};
+use inside::Inside;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
@@ -387,7 +389,7 @@ impl Client {
     pub fn hint(&self, start: usize, len: usize, advice: i32) {
         let Some(advice) = advice_of(advice) else { return };
         let message = ToDaemon::Advise { start: start as u64, len: len as u64, advice };
-        if let Some(mut connected) = self.connected.try_enter() {
+        if let Some(mut connected) = self.try_inside() {
             // Whether it was taken is of no consequence to the program.
             let _taken = connected.link.request(&message, Patience::Brief).is_ok();
         }
@@ -399,7 +401,14 @@ impl Client {
     /// # Errors
     /// `Inside`, in a signal handler that interrupts a call.
     pub fn unlock_limbo(&self) -> Result<Option<Range<usize>>> {
-        Ok(self.enter()?.link.unlock_limbo())
+        loop {
+            let asked_by = fds::own_pid();
+            let limbo = self.enter()?.link.unlock_limbo();
+            // A child that was forked meanwhile has one of its own by now.
+            if fds::own_pid() == asked_by {
+                return Ok(limbo);
+            }
+        }
     }
 
     /// Starts to bring a range in.
@@ -473,22 +482,17 @@ impl Client {
 
     /// A signal handler that has interrupted its thread in the heap is refused too: whoever has this lock may
     /// wait for the heap's, and the heap could not be told what became of a discard.
-    fn enter(&self) -> Result<Entered<'_, Connected>> {
+    fn enter(&self) -> Result<Inside<'_>> {
         let inside = Error::new(Status::Inside, "this thread is inside a call of tiermgr already");
         if self.heap.is_inside() {
             return Err(inside);
         }
-        self.connected.enter().ok_or(inside)
+        self.inside().ok_or(inside)
     }
 
     /// Discards what the heap has set aside for this thread. In a child that a signal handler has forked since
     /// then it is free, and may be somebody's.
-    fn discard_held(
-        &self,
-        connected: Entered<'_, Connected>,
-        address: usize,
-        bytes: usize,
-    ) -> Discarded {
+    fn discard_held(&self, connected: Inside<'_>, address: usize, bytes: usize) -> Discarded {
         if self.heap.is_held(address, bytes) {
             tell_to_discard(connected, address, bytes)
         } else {
@@ -509,12 +513,15 @@ impl Client {
     pub(crate) fn release_after_fork(&self) {
         drop(self.connected.end_fork());
         self.heap.release_after_fork();
+        // A handler may have forked as the lock was taken, or given back.
+        self.join_if_newborn();
     }
 
     /// In a forked child.
     pub(crate) fn join_family_after_fork(&self) {
         if self.connected.is_inside() {
-            // A signal handler has forked. The call that it interrupted goes on here, too: it joins.
+            // A signal handler has forked. The call that it interrupted goes on here, too: it joins, at its next request
+            // or as it leaves. Where the handler never returns nobody can.
             self.birth.begin_inside();
         } else if let Some(mut connected) = self.connected.enter() {
             connected.link.join_family_after_fork();
@@ -549,14 +556,14 @@ impl Source for Client {
 
     fn discard(&self, address: usize, bytes: usize) -> Discarded {
         // Another thread may be waiting there for a device.
-        match self.connected.try_enter() {
+        match self.try_inside() {
             Some(connected) => self.discard_held(connected, address, bytes),
             None => Discarded::Refused,
         }
     }
 
     fn is_answer_owed(&self) -> bool {
-        self.connected.try_enter().is_some_and(|connected| connected.link.owes_answer())
+        self.try_inside().is_some_and(|connected| connected.link.owes_answer())
     }
 
     fn open(&self, range: &Range<usize>) -> io::Result<()> {
@@ -566,11 +573,7 @@ impl Source for Client {
     }
 }
 
-fn tell_to_discard(
-    mut connected: Entered<'_, Connected>,
-    address: usize,
-    bytes: usize,
-) -> Discarded {
+fn tell_to_discard(mut connected: Inside<'_>, address: usize, bytes: usize) -> Discarded {
     let message = ToDaemon::Discard { start: address as u64, len: bytes as u64 };
     match done(connected.link.request_as_same(&message, Patience::Brief)) {
         Ok(()) => Discarded::Done,

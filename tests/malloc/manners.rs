@@ -142,6 +142,11 @@ fn handlers_may_fork_in_the_middle_of_a_request() {
     at_half("handler_forks", &[("RAW", "1")], 0);
 }
 
+#[test]
+fn children_of_a_handler_join_as_the_interrupted_call_ends() {
+    at_half("handler_leaves", &[], 0);
+}
+
 /// Runs a program that allocates by all functions, without a daemon, beside `preloads`.
 fn beside(program: &Path, preloads: &str, settings: &[(&str, &str)]) -> Output {
     let mut command = Command::new(program);

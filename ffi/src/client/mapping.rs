@@ -43,7 +43,7 @@ impl Client {
     /// Takes a range, all of mappings, back: the program has no access to it any more. Its bytes are dropped,
     /// now if that takes but a moment.
     pub fn unmap(&self, range: &Range<usize>) {
-        self.heap.unmap(range, || match self.connected.enter() {
+        self.heap.unmap(range, || match self.inside() {
             Some(connected) => self.discard_held(connected, range.start, range.len()),
             None => Discarded::Refused,
         });
@@ -52,7 +52,7 @@ impl Client {
     /// Waits for other threads, unlike the discards of `free`: what is unmapped is not used again before
     /// all the rest, and would fill memory.
     fn discard_now(&self, range: &Range<usize>) -> Discarded {
-        match self.connected.enter() {
+        match self.inside() {
             Some(connected) => tell_to_discard(connected, range.start, range.len()),
             None => Discarded::Refused,
         }

@@ -3,9 +3,10 @@
 //! A signal handler may fork while its thread is inside a request, with the lock of the link. The child goes on with
 //! that request when its handler returns, and what it finds is its parent's: the connection, on which an answer
 //! comes that is its parent's too. So a request takes signals only while it waits, and looks whose process it is
-//! before it sends or receives.
+//! before it sends or receives. A child that makes none joins as it gives the lock back. One whose handler never returns
+//! cannot: its pages are served for as long as the daemon or its parent keep them.
 
-use super::talk::{Limit, left};
+use super::talk::{Limit, Undisturbed, left};
 use super::{
     ATTACH_WAIT, CHILD_WAIT, Connection, Link, Pace, RETRY_NS_MIN, may_come_back, nanoseconds,
 };
@@ -65,8 +66,10 @@ impl Birth {
     }
 
     /// Whether this process is a child that was forked inside a call, and no child of that one.
-    pub(super) fn is_newborn(&self) -> bool {
-        self.newborn.load(Ordering::Relaxed) == fds::own_pid()
+    pub(crate) fn is_newborn(&self) -> bool {
+        let newborn = self.newborn.load(Ordering::Relaxed);
+        // Mostly there is none, and no need of a system call.
+        newborn != NONE && newborn == fds::own_pid()
     }
 
     /// The child has the link for its own.
@@ -117,14 +120,17 @@ impl Link {
     /// not answer in time the child goes on without a helper: its pages are served and do not park.
     pub(crate) fn join_family_after_fork(&mut self) {
         let _uncancelled = Uncancelled::new();
+        // As in `Client::connect`.
+        let undisturbed = sandbox::may(Deed::Join).then(Undisturbed::new);
+        // First: a child that a handler forks from here on is noted again.
+        self.birth.end_inside();
         self.pid = fds::settle();
         for inherited in self.attached.take().into_iter().chain(self.earlier.drain(..)) {
             inherited.leave();
         }
         self.guard = None;
         (self.connection, self.pace) = (Connection::Down { retry_ns: 0 }, Pace::FIRST);
-        self.birth.end_inside();
-        if !sandbox::may(Deed::Join) {
+        if undisturbed.is_none() {
             return;
         }
         let give_up = monotonic_ns().saturating_add(nanoseconds(CHILD_WAIT));
