@@ -8,8 +8,9 @@
 //! vfork, posix_spawn and raw clone do not come here.
 
 use crate::client::Client;
+use crate::fds;
 use crate::status::{Error, Result, Status};
-use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, Ordering};
 
 /// Clients of one process.
 pub const CLIENTS_MAX: usize = 16;
@@ -17,9 +18,11 @@ pub const CLIENTS_MAX: usize = 16;
 static FOLLOWED: [AtomicPtr<Client>; CLIENTS_MAX] =
     [const { AtomicPtr::new(std::ptr::null_mut()) }; CLIENTS_MAX];
 static INSTALLED: AtomicBool = AtomicBool::new(false);
-/// Since the last `prepare` this process, a child, has joined. One that a signal handler has made in the middle of
-/// the child's half of a fork, and that returns from the handler, ends that half as well.
-static HAS_JOINED: AtomicBool = AtomicBool::new(false);
+/// The process, a child, that has joined since the last `prepare`. One that a signal handler has made in the middle of
+/// the child's half of a fork, and that returns from the handler, ends that half as well; one that was made in the
+/// middle of another half goes on to fork, and has a child that is still to join.
+static JOINED_AS: AtomicI32 = AtomicI32::new(NOBODY);
+const NOBODY: i32 = 0;
 
 unsafe extern "C" {
     fn pthread_atfork(
@@ -87,7 +90,7 @@ fn followed() -> impl Iterator<Item = &'static Client> {
 }
 
 extern "C" fn prepare() {
-    HAS_JOINED.store(false, Ordering::Relaxed);
+    JOINED_AS.store(NOBODY, Ordering::Relaxed);
     for client in followed() {
         client.hold_for_fork();
     }
@@ -100,9 +103,10 @@ extern "C" fn parent() {
 }
 
 extern "C" fn child() {
-    let has_joined = HAS_JOINED.swap(true, Ordering::Relaxed);
+    let pid = fds::own_pid();
+    let has_joined = JOINED_AS.swap(pid, Ordering::Relaxed) == pid;
     for client in followed() {
-        if !has_joined {
+        if !has_joined && fds::own_pid() == pid {
             client.join_family_after_fork();
         }
         client.release_after_fork();

@@ -97,6 +97,8 @@ int main(void) {
             CHECK(when == PARENT || child == 0 || interrupted == (when == PREPARE));
             if (child == 0) {
                 CHECK(interrupted == (when != PARENT));
+                if (own_children() != 1)
+                    FAIL("%d: a child has %d helpers", when, own_children());
                 live(2, "a child");
                 _exit(0);
             }

@@ -1,10 +1,8 @@
 /* A signal handler forks while its thread holds the lock of the connection and will not ask for anything any more: as
  * the answer has just been taken, and where nothing is asked at all. The child joins its family as the interrupted
- * call ends, without a request of its own: it has a helper. This is in front of two functions of libc, which the
- * library calls at these moments. */
-#define _GNU_SOURCE
+ * call ends, without a request of its own: it has a helper. Two functions of libc that the library calls at these
+ * moments are this program's. */
 #include "check.h"
-#include <dirent.h>
 #include <dlfcn.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -45,28 +43,6 @@ int munlock(const void *start, size_t bytes) {
     if (munlocks_left > 0 && --munlocks_left == 0)
         CHECK(raise(SIGUSR1) == 0);
     return next_munlock(start, bytes);
-}
-
-/* Processes whose parent is this one. */
-static int own_children(void) {
-    DIR *all = opendir("/proc");
-    CHECK(all);
-    int count = 0;
-    for (struct dirent *entry; (entry = readdir(all));) {
-        char path[300], line[400];
-        int parent;
-        snprintf(path, sizeof path, "/proc/%s/stat", entry->d_name);
-        int fd = entry->d_name[0] >= '1' && entry->d_name[0] <= '9' ? open(path, O_RDONLY) : -1;
-        if (fd < 0)
-            continue;
-        ssize_t length = read(fd, line, sizeof line - 1);
-        close(fd);
-        line[length < 0 ? 0 : length] = 0;
-        const char *name_end = strrchr(line, ')');
-        count += name_end && sscanf(name_end, ") %*c %d", &parent) == 1 && parent == getpid();
-    }
-    closedir(all);
-    return count;
 }
 
 static void look(const void *kept, const char *what) {
