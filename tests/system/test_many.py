@@ -44,7 +44,7 @@ def test_programs_that_rest_cost_little(run_bounded, box):
     assert meter.peaks["daemon_bytes"] <= 40 * MIB, meter.peaks
     limit = 64 * MIB * 102 // 100 + 16 * MIB
     # jemalloc's tables take 2 MiB in each of them.
-    assert meter.peaks["held_bytes"] <= limit + 30 * (OUTSIDE_EACH + 2 * MIB), meter.peaks
+    assert meter.peaks["client_bytes"] <= limit + 30 * 2 * MIB, meter.peaks
 
 
 def test_those_that_have_ended_make_room_at_once(run_bounded, workload):

@@ -11,8 +11,8 @@
 mod places;
 mod recover;
 
+use places::OWN_STEP_BYTES;
 pub use places::{BeginError, FAMILIES_MAX};
-use places::{FAMILY_OWN_BYTES, OWN_STEP_BYTES};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{self, Write};
@@ -20,6 +20,8 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
 use tiermgr_core::units::ProcId;
 use tiermgr_engine::executor::{Executor, ExecutorConfig, ProcessView};
 use tiermgr_engine::room::Room;
@@ -31,6 +33,10 @@ use tiermgr_sys::{pidfd, proc, process};
 use tiermgr_wire::chain;
 use tiermgr_wire::control::{ClientRow, FamilyStats, RegionRow};
 use tiermgr_wire::hello::Class;
+
+/// How often, and after what pauses, a place is looked for.
+const PLACE_TRIES: u32 = 10;
+const PLACE_PAUSE: Duration = Duration::from_millis(5);
 
 /// What all executors share.
 #[derive(Debug)]
@@ -115,6 +121,8 @@ struct Member {
 #[derive(Debug)]
 pub struct Families {
     shared: Shared,
+    /// What the daemon itself takes, at the last look.
+    own: Mutex<u64>,
     attached_total: AtomicU64,
     inner: Mutex<Inner>,
 }
@@ -135,21 +143,26 @@ impl Families {
     /// No families yet.
     #[must_use]
     pub fn new(shared: Shared) -> Self {
-        let families = Self { shared, attached_total: AtomicU64::new(0), inner: Mutex::default() };
+        let families = Self {
+            shared,
+            own: Mutex::new(0),
+            attached_total: AtomicU64::new(0),
+            inner: Mutex::default(),
+        };
         families.keep_own();
         families
     }
 
-    /// Keeps what the daemon itself has in memory, and what it may take yet for those that are served or begin.
+    /// Keeps what the daemon itself has in memory, and what its buffers may take yet.
     fn keep_own(&self) {
+        // One look at a time, or an older one could come last.
+        let mut own = self.own.lock().unwrap_or_else(PoisonError::into_inner);
         // Before what is in memory: what becomes of the one between the two looks is counted twice.
         let to_come = self.shared.staging.to_come_bytes();
-        let Some(resident) = own_resident_bytes(&self.shared.state_dir) else {
-            tracing::warn!("the daemon cannot see what it has in memory itself");
-            return;
-        };
-        let beginning = self.lock().beginning.len() as u64 * FAMILY_OWN_BYTES;
-        let own = resident + to_come + beginning;
+        match own_resident_bytes(&self.shared.state_dir) {
+            Some(resident) => *own = resident + to_come,
+            None => tracing::warn!("the daemon cannot see what it has in memory itself"),
+        }
         self.shared.room.keep(own.next_multiple_of(OWN_STEP_BYTES));
     }
 
@@ -184,7 +197,7 @@ impl Families {
 
     /// Begins a family. Its place is taken, and the facts are written down, before the executor starts: so
     /// no limit is passed by many at once, and whatever it leaves in the state directory has an owner.
-    /// Blocks for the milliseconds that an executor takes to start.
+    /// Blocks for the milliseconds that an executor takes to start, and for 50 more before it refuses.
     ///
     /// # Errors
     /// [`BeginError`]; nothing is left behind then.
@@ -196,8 +209,13 @@ impl Families {
         uid: u32,
     ) -> Result<Arc<Family>, BeginError> {
         let facts = FamilyFacts { secret: Secret(secret), name: name.to_owned(), class, uid };
-        if self.check_places(uid).is_err() {
-            // Some may have ended that nobody has looked at since.
+        // Who is refused has no other chance. Some may have ended that nobody has looked at since, or be about to end;
+        // others begin, and take less than is counted for them until then.
+        for _ in 0..PLACE_TRIES {
+            if self.check_places(uid).is_ok() {
+                break;
+            }
+            thread::sleep(PLACE_PAUSE);
             self.end_idle();
             self.keep_own();
         }
@@ -214,16 +232,15 @@ impl Families {
         }
         inner.beginning.insert(number, uid);
         drop(inner);
-        self.keep_own();
         let spawned = Executor::spawn(self.executor_config(number, class));
+        // It counts as one that begins until it is known what it takes.
+        self.keep_own();
         let mut inner = self.lock();
         inner.beginning.remove(&number);
         match spawned {
             Ok(executor) => {
                 let family = Arc::new(Family::new(number, facts, executor));
                 inner.families.insert(number, Arc::clone(&family));
-                drop(inner);
-                self.keep_own();
                 Ok(family)
             }
             Err(error) => {
@@ -543,6 +560,7 @@ pub const fn class_name(class: Class) -> &'static str {
 /// Bytes that this process has in memory now, the state files included: those that it has not looked at, too.
 fn own_resident_bytes(state_dir: &Path) -> Option<u64> {
     let of = |name| proc::status_bytes(std::process::id().cast_signed(), name);
+    // Rings are small beside the state files, which nearly all shared memory is.
     let shared = of("RssShmem")?.max(allocated_bytes(state_dir));
     Some(of("RssAnon")? + of("RssFile")? + shared)
 }

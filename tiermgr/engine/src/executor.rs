@@ -657,7 +657,7 @@ fn serve(begin: Begin, ended: &Ended, ready: &SyncSender<Result<(), EngineError>
         tracing::warn!(
             family = ended.family,
             "the program went beyond its limit {beyond} times, by 64 KiB each, since nothing else of it could \
-             be parked at that moment; each was made up for afterwards. A larger limit (--dram) or a faster disk \
+             be parked at that moment; what is parked next makes up for it. A larger limit (--dram) or a faster disk \
              ends it"
         );
     } else if beyond > 0 {

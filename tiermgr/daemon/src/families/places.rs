@@ -65,7 +65,9 @@ impl Inner {
     /// Whether the DRAM that is left serves one more family, beside all that there are.
     pub(super) fn check_dram(&self, room: RoomUse) -> Result<(), BeginError> {
         let families = self.families.len() + self.waiting.len() + self.beginning.len();
-        let least = FAMILY_OWN_BYTES + FAMILY_DRAM_LEAST * (families as u64 + 1);
+        // Of those that begin it is not known yet what they take.
+        let coming = (self.beginning.len() as u64 + 1) * FAMILY_OWN_BYTES;
+        let least = coming + FAMILY_DRAM_LEAST * (families as u64 + 1);
         if room.kept.saturating_add(least) <= room.total {
             return Ok(());
         }
@@ -125,9 +127,9 @@ mod tests {
         for number in 0..16 {
             inner.beginning.insert(number, 0);
         }
-        assert!(inner.check_dram(room(22 << 20)).is_ok());
-        let refused = inner.check_dram(room(24 << 20)).unwrap_err().to_string();
-        for part in ["32MiB", "16 are served", "24MiB", "--dram"] {
+        assert!(inner.check_dram(room(10 << 20)).is_ok());
+        let refused = inner.check_dram(room(11 << 20)).unwrap_err().to_string();
+        for part in ["32MiB", "16 are served", "11MiB", "--dram"] {
             assert!(refused.contains(part), "{refused}");
         }
     }
