@@ -19,7 +19,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
-use tiermgr_sys::process::monotonic_ns;
+use tiermgr_sys::process::{monotonic_ns, nap};
 use tiermgr_wire::control::FamilyStats;
 use tiermgr_wire::hello::Class;
 use tiermgr_wire::reply::FromDaemon;
@@ -349,7 +349,7 @@ impl Client {
                 }
             }
             // Without the lock: others, and a fork, may need it meanwhile.
-            std::thread::sleep(ASK_AGAIN);
+            nap(ASK_AGAIN);
         }
     }
 

@@ -377,7 +377,7 @@ impl Heap {
             if outcome == Discarded::Done {
                 is_any_free = true;
             } else {
-                std::thread::sleep(DOUBT_PAUSE);
+                tiermgr_sys::process::nap(DOUBT_PAUSE);
             }
         }
         is_any_free

@@ -27,5 +27,6 @@ pub mod sandbox;
 pub mod space;
 pub mod status;
 
+pub use tiermgr_sys::process::nap;
 pub use tiermgr_wire::rules;
 pub use tiermgr_wire::size;

@@ -27,7 +27,7 @@ use std::sync::Arc;
 use std::time::Duration;
 pub(crate) use talk::Undisturbed;
 use talk::{Exchanged, Limit, answer, exchange, left, readable};
-use tiermgr_sys::process::monotonic_ns;
+use tiermgr_sys::process::{monotonic_ns, nap};
 use tiermgr_sys::sock::Stream;
 use tiermgr_sys::uffd::Uffd;
 pub use tiermgr_wire::hello::Class;
@@ -449,7 +449,7 @@ impl Link {
                     ),
                 ));
             }
-            std::thread::sleep(Duration::from_nanos(retry_ns - now));
+            nap(Duration::from_nanos(retry_ns - now));
         }
         // One that is to attach gets its time, whoever asks.
         let wait = match patience {
@@ -675,7 +675,7 @@ fn begin(
 
 /// Sleeps, and longer the next time.
 fn pause(pause_ns: &mut u64) {
-    std::thread::sleep(Duration::from_nanos(*pause_ns));
+    nap(Duration::from_nanos(*pause_ns));
     *pause_ns = (2 * *pause_ns).min(RETRY_NS_MAX_FIRST);
 }
 

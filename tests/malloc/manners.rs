@@ -101,6 +101,7 @@ fn a_filter_that_ends_the_program_for_our_calls_ends_it_for_none() {
 #[test]
 fn a_filter_that_refuses_our_calls_is_lived_with() {
     confined(&["refuse-userfaultfd", "refuse-ioctl", "refuse-madvise", "refuse-connect"], &[]);
+    confined(&["no-waits"], &[]);
 }
 
 #[test]

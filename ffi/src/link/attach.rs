@@ -17,7 +17,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
 use tiermgr_sys::helper::{self, HelperConfig, HelperHandle};
-use tiermgr_sys::process::monotonic_ns;
+use tiermgr_sys::process::{monotonic_ns, nap};
 use tiermgr_sys::sock::Stream;
 use tiermgr_sys::uffd;
 use tiermgr_wire::hello::{Attach, Hello, Role, Welcome};
@@ -234,7 +234,7 @@ fn unless_short_of_processes<T>(mut start: impl FnMut() -> io::Result<T>) -> io:
         if !is_short || monotonic_ns() >= give_up {
             return outcome;
         }
-        std::thread::sleep(Duration::from_nanos(RETRY_NS_MIN));
+        nap(Duration::from_nanos(RETRY_NS_MIN));
     }
 }
 

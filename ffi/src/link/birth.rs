@@ -18,7 +18,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::time::Duration;
-use tiermgr_sys::process::monotonic_ns;
+use tiermgr_sys::process::{monotonic_ns, nap};
 use tiermgr_sys::uffd::{self, Mode, Uffd};
 
 const NONE: i32 = -1;
@@ -147,7 +147,7 @@ impl Link {
             if !worth_it || monotonic_ns() >= give_up {
                 return;
             }
-            std::thread::sleep(Duration::from_nanos(RETRY_NS_MIN));
+            nap(Duration::from_nanos(RETRY_NS_MIN));
         }
     }
 

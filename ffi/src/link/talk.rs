@@ -7,7 +7,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::Duration;
-use tiermgr_sys::process::monotonic_ns;
+use tiermgr_sys::process::{monotonic_ns, nap};
 use tiermgr_sys::sock::Stream;
 use tiermgr_wire::reply::FromDaemon;
 use tiermgr_wire::request::ToDaemon;
@@ -181,19 +181,9 @@ fn look(stream: &Stream, left_ns: u64) -> io::Result<bool> {
     // refuse the call. That says nothing of the socket, and a wait in its next call would have no end.
     let is_there = peek(stream)?;
     if !is_there {
-        nap(left_ns.min(PEEK_NS));
+        nap(Duration::from_nanos(left_ns.min(PEEK_NS)));
     }
     Ok(is_there)
-}
-
-/// Sleeps so long, below a second, or not at all: the sleep of the standard library ends a program whose filter
-/// refuses the call.
-fn nap(ns: u64) {
-    let time = libc::timespec { tv_sec: 0, tv_nsec: libc::c_long::try_from(ns).unwrap_or(0) };
-    // SAFETY: nanosleep reads one `timespec`, and is to write none.
-    if unsafe { libc::nanosleep(&raw const time, std::ptr::null_mut()) } != 0 {
-        std::thread::yield_now();
-    }
 }
 
 /// Whether something can be received, by a call that does not wait.

@@ -14,7 +14,7 @@
 //!
 //! It runs with the thread-local storage of the thread that made it; `ring_helper.rs` says what follows.
 
-use crate::process::page_size;
+use crate::process::{nap, page_size};
 use crate::ring::layout;
 use crate::ring_helper::{Loop, errno_of, fd_arg};
 use crate::shm::{Mapping, check_sealed};
@@ -161,7 +161,7 @@ impl HelperHandle {
             if Instant::now() >= deadline {
                 return Err(io::ErrorKind::TimedOut.into());
             }
-            std::thread::sleep(Duration::from_micros(200));
+            nap(Duration::from_micros(200));
         }
         // SAFETY: the stack was mapped by `Stack::new`, and its only user is dead.
         unsafe { libc::munmap(self.stack.cast(), self.stack_bytes) };
@@ -192,7 +192,7 @@ impl HelperHandle {
                 }
                 layout::STATE_RUNNING => return Ok(()),
                 _ if Instant::now() >= deadline => return Err(io::ErrorKind::TimedOut.into()),
-                _ => std::thread::sleep(Duration::from_micros(50)),
+                _ => nap(Duration::from_micros(50)),
             }
         }
     }

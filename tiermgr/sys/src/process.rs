@@ -77,6 +77,19 @@ pub fn random_bytes<const N: usize>() -> io::Result<[u8; N]> {
     if usize::try_from(n) == Ok(N) { Ok(bytes) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Sleeps for so long, or for less: until a signal handler has run, or not at all where a filter refuses the call,
+/// for which the sleep of the standard library would end the program.
+pub fn nap(time: std::time::Duration) {
+    let time = libc::timespec {
+        tv_sec: libc::time_t::try_from(time.as_secs()).unwrap_or(libc::time_t::MAX),
+        tv_nsec: time.subsec_nanos().into(),
+    };
+    // SAFETY: nanosleep reads one `timespec`, and is to write none.
+    if unsafe { libc::nanosleep(&raw const time, std::ptr::null_mut()) } != 0 {
+        std::thread::yield_now();
+    }
+}
+
 /// Nanoseconds of the monotonic clock.
 pub fn monotonic_ns() -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };

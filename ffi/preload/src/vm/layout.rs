@@ -192,7 +192,7 @@ fn claim_each(
             if looks > BUSY_LOOKS {
                 return Err(libc::EAGAIN);
             }
-            std::thread::sleep(BUSY_PAUSE);
+            tiermgr::nap(BUSY_PAUSE);
             continue;
         }
         let part = at..at + bytes;
