@@ -289,6 +289,8 @@ def test_a_client_allocates_and_forks_after_the_daemon_was_killed(folder, worklo
         assert process.stdout.readline() == "filled\n", process.communicate(timeout=20)
         before = daemon.status()
         os.kill(before["daemon_pid"], signal.SIGKILL)
+        # What was asked of one that is dying is refused, for it may have done it.
+        daemon.wait_for(lambda s: s["daemon_pid"] != before["daemon_pid"])
         out, err = process.communicate("go\n", timeout=100)
         assert process.returncode == 0 and out.endswith("right\n"), (process.returncode, out, err)
         status = daemon.wait_until_empty()

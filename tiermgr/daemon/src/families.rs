@@ -34,6 +34,8 @@ use tiermgr_wire::chain;
 use tiermgr_wire::control::{ClientRow, FamilyStats, RegionRow};
 use tiermgr_wire::hello::Class;
 
+/// What the first family takes in the daemon, with records and notes of an arena of 4 GiB.
+const FIRST_FAMILY_BYTES: u64 = 8 << 20;
 /// How often, and after what pauses, a place is looked for.
 const PLACE_TRIES: u32 = 10;
 const PLACE_PAUSE: Duration = Duration::from_millis(5);
@@ -123,6 +125,9 @@ pub struct Families {
     shared: Shared,
     /// What the daemon itself takes, at the last look.
     own: Mutex<u64>,
+    /// What it will take with the first program, which is granted all that is free: were that less a moment later,
+    /// all of the program's memory would have to be armed.
+    own_least: u64,
     attached_total: AtomicU64,
     inner: Mutex<Inner>,
 }
@@ -143,9 +148,12 @@ impl Families {
     /// No families yet.
     #[must_use]
     pub fn new(shared: Shared) -> Self {
+        let resident = own_resident_bytes(&shared.state_dir).unwrap_or(0);
+        let own_least = resident + shared.staging.to_come_bytes() + FIRST_FAMILY_BYTES;
         let families = Self {
             shared,
             own: Mutex::new(0),
+            own_least,
             attached_total: AtomicU64::new(0),
             inner: Mutex::default(),
         };
@@ -160,7 +168,7 @@ impl Families {
         // Before what is in memory: what becomes of the one between the two looks is counted twice.
         let to_come = self.shared.staging.to_come_bytes();
         match own_resident_bytes(&self.shared.state_dir) {
-            Some(resident) => *own = resident + to_come,
+            Some(resident) => *own = (resident + to_come).max(self.own_least),
             None => tracing::warn!("the daemon cannot see what it has in memory itself"),
         }
         self.shared.room.keep(own.next_multiple_of(OWN_STEP_BYTES));
