@@ -63,6 +63,7 @@ def test_a_restarted_daemon_takes_no_more(folder, workload):
             assert [process.stdout.readline() for process in held] == ["filled\n"] * len(held)
             os.kill(daemon.status()["daemon_pid"], signal.SIGKILL)
             after = daemon.wait_for(lambda s: s["restarts"] == 1 and s["families"] == len(held))
+            # It looks at itself once a second; before that it need not know what it has touched.
             time.sleep(2)
             after = daemon.status()
             assert after["dram_own_bytes"] <= 40 * MIB, after
