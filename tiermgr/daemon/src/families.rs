@@ -34,7 +34,7 @@ use tiermgr_wire::chain;
 use tiermgr_wire::control::{ClientRow, FamilyStats, RegionRow};
 use tiermgr_wire::hello::Class;
 
-/// What the first family takes in the daemon, with records and notes of an arena of 4 GiB.
+/// No less than what the first family takes in the daemon, with records and notes of an arena of 4 GiB.
 const FIRST_FAMILY_BYTES: u64 = 8 << 20;
 /// How often, and after what pauses, a place is looked for.
 const PLACE_TRIES: u32 = 10;

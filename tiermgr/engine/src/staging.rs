@@ -24,7 +24,7 @@ use tiermgr_sys::pool::{BufferPool, Lease};
 const BYTES_PER_STREAM: u64 = 256 << 20;
 /// As many as one family can use.
 const STREAMS_MIN: u64 = STREAM_BUFFERS as u64;
-/// Together 32 MiB: more in flight makes no device faster.
+/// Together 32 MiB in flight.
 const STREAMS_MAX: u64 = 16;
 /// Of the DRAM limit, what small buffers above the least number may take in all.
 const EXTRA_SHARE: u64 = 16;

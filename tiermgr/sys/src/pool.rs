@@ -70,13 +70,13 @@ impl BufferPool {
         Ok(())
     }
 
-    /// Undoes a [`BufferPool::reserve`]. The memory stays for others.
+    /// Undoes a [`BufferPool::reserve`]. The addresses stay for others.
     pub fn release(&self, pieces: usize) {
         let mut inner = self.lock();
         inner.reserved = inner.reserved.saturating_sub(pieces);
     }
 
-    /// Takes a piece; its bytes are what its last user left. `None`: all that is mapped is taken, which
+    /// Takes a piece; its bytes are zeros or what its last user left. `None`: all that is mapped is taken, which
     /// cannot be where each user takes no more than it has reserved.
     #[must_use]
     pub fn take(self: &Arc<Self>) -> Option<Lease> {

@@ -189,11 +189,11 @@ impl Io {
 
     /// Starts a read of whole extents. `false`: not started, and never will be.
     pub(super) fn read(&mut self, op: OpId, slot: SlotId, to: BufRange) -> bool {
+        self.have(to.buf);
         self.begin(op, Kind::Read, to, slot)
     }
 
     fn begin(&mut self, op: OpId, kind: Kind, range: BufRange, slot: SlotId) -> bool {
-        self.have(range.buf);
         let offset = self.store.offset_of(self.family, slot, u64::from(range.len));
         let (Some(offset), Some(range)) = (offset, place(range)) else {
             tracing::error!(?kind, ?slot, ?range, "no such slots or buffer");
