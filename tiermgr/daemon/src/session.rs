@@ -617,3 +617,17 @@ fn find_helper(pid: i32, named: i32) -> Result<i32, Refused> {
         thread::sleep(HELPER_LOOK_EVERY);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn first_arenas_follow_the_limit_within_bounds() {
+        assert_eq!(arena_bytes(0), ARENA_BYTES_MIN);
+        assert_eq!(arena_bytes(48 << 20), 256 << 20);
+        assert_eq!(arena_bytes(256 << 20), 1 << 30);
+        assert_eq!(arena_bytes((1 << 30) + 1), ARENA_BYTES_MAX);
+        assert_eq!(arena_bytes(u64::MAX), ARENA_BYTES_MAX);
+    }
+}
