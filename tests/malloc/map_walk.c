@@ -130,11 +130,17 @@ static bool is_uniform(uintptr_t start, size_t pages) {
     return first;
 }
 
+/* Tables of the library lie where the kernel puts them, also where something was unmapped. */
+static bool is_library(const struct page *page) {
+    return page->access == -1 && can_read((void *)page->address) &&
+           !is_managed((void *)page->address);
+}
+
 /* What was never mapped here may be the library's, and what was unmapped may be by now. */
 static bool is_ours(uintptr_t start, size_t pages) {
     for (size_t i = 0; i < pages; i++) {
         const struct page *page = slot_of(start + i * PAGE);
-        if (!page->address || (others && page->access == -1))
+        if (!page->address || (others && page->access == -1) || is_library(page))
             return false;
     }
     return true;
@@ -307,9 +313,11 @@ static void protect_some(void) {
 static void revisit(void) {
     size_t pages;
     uintptr_t start = some_range(&pages);
-    for (size_t i = 0; i < pages; i++)
-        if (slot_of(start + i * PAGE)->address)
-            look(start + i * PAGE, "visited again");
+    for (size_t i = 0; i < pages; i++) {
+        const struct page *page = slot_of(start + i * PAGE);
+        if (page->address && !is_library(page))
+            look(page->address, "visited again");
+    }
     write_some(start, pages);
 }
 
