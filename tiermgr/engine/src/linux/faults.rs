@@ -6,10 +6,10 @@
 use super::LinuxHost;
 use super::proc::Proc;
 use super::token::Token;
+use crate::error::EngineError;
 use crate::state::messages::MESSAGES_MAX;
 use std::os::fd::{AsFd, IntoRawFd, RawFd};
 use tiermgr_core::event::Event;
-use tiermgr_core::limits::PROCS_MAX;
 use tiermgr_core::units::{Addr, ProcId, Span};
 use tiermgr_sys::uffd::{Message, Uffd};
 
@@ -118,15 +118,11 @@ impl LinuxHost {
         let Some(arena) = adopt(fd) else { return };
         let child = self.procs.next_id();
         let (Some(child), Some(known)) = (child, self.procs.get(parent)) else {
-            // Closing it would turn the child's parked pages into zeros. Left open, the child waits at
-            // the first of them.
-            tracing::error!(
-                fd,
-                "a forked process cannot be served: the family has {PROCS_MAX} processes already"
-            );
-            let _left_open = arena.into_fd().into_raw_fd();
-            return;
+            return leave_open(arena, &EngineError::TooManyProcesses);
         };
+        if let Err(error) = self.state.reserve(child) {
+            return leave_open(arena, &error);
+        }
         let proc = Proc::child(child, self.procs.generation(child), known, arena);
         if let Err(error) = self.state.messages.prepare(child) {
             tracing::warn!(%error, "a forked process is served from memory that can be swapped out");
@@ -178,6 +174,13 @@ impl LinuxHost {
         }
         all
     }
+}
+
+/// Of a forked child that cannot be served. Closing its descriptor would turn its parked pages into zeros;
+/// left open, the child waits at the first of them.
+fn leave_open(arena: Uffd, error: &EngineError) {
+    let fd = arena.into_fd().into_raw_fd();
+    tracing::error!(%error, fd, "a forked process cannot be served");
 }
 
 #[expect(unsafe_code, reason = "a descriptor arrives as a number in a message")]

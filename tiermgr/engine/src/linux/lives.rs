@@ -40,6 +40,7 @@ impl LinuxHost {
             table: self.config.table,
             ..ProcEntry::default()
         };
+        self.state.reserve(id)?;
         self.state.messages.prepare(id)?;
         self.procs.insert(Proc::bare(entry, self.procs.generation(id), arena));
         self.served = true;

@@ -33,7 +33,7 @@ use tiermgr_core::units::ProcId;
 use tiermgr_sys::shm::SharedFile;
 
 /// Version of all state files. A daemon loads only its own.
-pub const FORMAT: u64 = 2;
+pub const FORMAT: u64 = 3;
 
 /// Bytes of the directory of regions that are there from the beginning.
 const ENTRIES_ALLOCATED: u64 = 4096;
@@ -82,7 +82,6 @@ impl FamilyState {
         // short, and nothing was ever kept in it.
         let procs = create("procs", procs::FILE_BYTES)?;
         allocate(&regions, ENTRIES_ALLOCATED, dir)?;
-        allocate(&procs, procs::FILE_BYTES, dir)?;
         let state = Self::over(dir, records, regions, procs, messages)?;
         state.procs.put_family(family);
         Ok(state)
@@ -98,8 +97,7 @@ impl FamilyState {
             Ok(found) if found.len() == 0 => Ok(false),
             Ok(_) => {
                 let file = SharedFile::open(&path)?;
-                file.allocate(0, procs::FILE_BYTES)?;
-                Ok(ProcDirectory::new(file).has_family_entry())
+                procs::has_family_entry(&file)
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
             Err(error) => Err(error),
@@ -126,7 +124,6 @@ impl FamilyState {
         // What an earlier daemon has taken is there; a hole is filled by the first look at it, and must
         // not be what ends us.
         allocate(&regions, ENTRIES_ALLOCATED, dir)?;
-        allocate(&procs, procs::FILE_BYTES, dir)?;
         let state = Self::over(
             dir,
             open("records", records::FILE_BYTES)?,
@@ -163,10 +160,13 @@ impl FamilyState {
         fs::set_permissions(dir, fs::Permissions::from_mode(0o700))
             .map_err(EngineError::state("restricting the state folder", dir))?;
         let records = Arc::new(records);
+        let needed_bytes = procs::FILE_BYTES;
+        let procs = ProcDirectory::new(procs)
+            .map_err(|_full| EngineError::StateFull { path: dir.to_path_buf(), needed_bytes })?;
         Ok(Self {
             dir: dir.to_path_buf(),
             regions: Arc::new(RegionDirectory::new(regions, Arc::clone(&records))),
-            procs: Arc::new(ProcDirectory::new(procs)),
+            procs: Arc::new(procs),
             messages: Messages::new(messages, dir.join("messages")),
             records,
         })
@@ -176,6 +176,18 @@ impl FamilyState {
     #[must_use]
     pub fn records(&self) -> StateRecords {
         StateRecords::new(Arc::clone(&self.records), Arc::clone(&self.regions), self.dir.clone())
+    }
+
+    /// Takes memory for the entry and the message buffer of a process, before anything of it is noted.
+    ///
+    /// # Errors
+    /// [`EngineError::State`] or [`EngineError::StateFull`] where there is none.
+    pub fn reserve(&self, proc: ProcId) -> Result<(), EngineError> {
+        self.procs.reserve(proc).map_err(|_full| EngineError::StateFull {
+            path: self.dir.clone(),
+            needed_bytes: procs::FILE_BYTES,
+        })?;
+        self.messages.allocate(proc)
     }
 
     /// The folder.

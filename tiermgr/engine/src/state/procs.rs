@@ -6,6 +6,7 @@
 //! two the later counts.
 
 use crate::state::{clear_entry, get_entry, halves, join, put_entry};
+use std::io;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -19,7 +20,11 @@ const COPY_BYTES: u64 = 128;
 const COPY_WORDS: usize = 16;
 const ENTRY_BYTES: u64 = 2 * COPY_BYTES;
 const FAMILY_WORDS: usize = 8;
-/// Bytes of the file.
+/// Where the count of processes stands whose entries have memory.
+const PLACES_OFFSET: u64 = 64;
+/// Processes whose entries get memory at once: a page of them.
+const PLACES_STEP: usize = 16;
+/// Bytes of the file, all but the used part of it a hole.
 pub const FILE_BYTES: u64 =
     (HEADER_BYTES + (PROCS_MAX as u64 + 1) * ENTRY_BYTES).next_multiple_of(64 << 10);
 
@@ -81,19 +86,79 @@ pub struct ProcEntry {
 #[derive(Debug)]
 pub struct ProcDirectory {
     file: SharedFile,
+    index: Mutex<Index>,
+}
+
+#[derive(Debug, Default)]
+struct Index {
     /// Number of the last put.
-    number: Mutex<u64>,
+    number: u64,
+    /// Processes up to this number have memory for their entries; beyond it nothing may be touched.
+    places: usize,
+}
+
+/// Whether anything stands where the family does, be it damaged.
+///
+/// # Errors
+/// ENOSPC where to look at it takes memory that is not there.
+pub(crate) fn has_family_entry(file: &SharedFile) -> io::Result<bool> {
+    file.allocate(0, HEADER_BYTES)?;
+    let words = file.words(0, FAMILY_WORDS).unwrap_or_default();
+    Ok(words.first().is_some_and(|seal| seal.load(Ordering::Acquire) != 0))
+}
+
+/// Bytes up to the end of the entry of the process in `place`.
+const fn bytes_up_to(place: usize) -> u64 {
+    HEADER_BYTES + (place as u64 + 1) * ENTRY_BYTES
 }
 
 impl ProcDirectory {
-    pub(crate) fn new(file: SharedFile) -> Self {
-        let directory = Self { file, number: Mutex::new(0) };
-        let last = (1..=PROCS_MAX)
-            .filter_map(|at| directory.latest(at))
-            .map(|(_, number, _)| number)
-            .max();
-        *directory.lock() = last.unwrap_or(0);
-        directory
+    /// The directory in `file`, with whatever is there already.
+    ///
+    /// # Errors
+    /// ENOSPC.
+    pub(crate) fn new(file: SharedFile) -> io::Result<Self> {
+        file.allocate(0, HEADER_BYTES)?;
+        let directory = Self { file, index: Mutex::default() };
+        let mut index = directory.lock();
+        let counted = directory.counted().map_or(0, |word| word.load(Ordering::Acquire));
+        let counted = usize::try_from(counted).unwrap_or(PROCS_MAX);
+        directory.take(&mut index, counted.clamp(PLACES_STEP, PROCS_MAX))?;
+        let entries = (1..=index.places).filter_map(|at| directory.latest(&index, at));
+        let last = entries.map(|(_, number, _)| number).max();
+        index.number = last.unwrap_or(0);
+        drop(index);
+        Ok(directory)
+    }
+
+    /// Takes memory for the entry of `proc`, before its first put, and as far as there is any for some
+    /// that come after it: the child of a fork has nobody to refuse it to.
+    ///
+    /// # Errors
+    /// ENOSPC where there is none for `proc` itself.
+    pub fn reserve(&self, proc: ProcId) -> io::Result<()> {
+        let Some(at) = place(proc) else { return Err(io::ErrorKind::InvalidInput.into()) };
+        let mut index = self.lock();
+        let wanted = (at + PLACES_STEP).min(PROCS_MAX);
+        if index.places >= wanted {
+            return Ok(());
+        }
+        let taken = self.take(&mut index, wanted.next_multiple_of(PLACES_STEP).min(PROCS_MAX));
+        if index.places < at { taken } else { Ok(()) }
+    }
+
+    fn take(&self, index: &mut Index, places: usize) -> io::Result<()> {
+        self.file.allocate(0, bytes_up_to(places))?;
+        // Counted before anything is put there: a new daemon looks no further.
+        if let Some(word) = self.counted() {
+            word.store(places as u64, Ordering::Release);
+        }
+        index.places = places;
+        Ok(())
+    }
+
+    fn counted(&self) -> Option<&AtomicU64> {
+        self.file.at_u64(PLACES_OFFSET)
     }
 
     pub(crate) fn put_family(&self, info: &FamilyInfo) {
@@ -106,12 +171,6 @@ impl ProcDirectory {
         }
     }
 
-    /// Whether anything stands where the family does, be it damaged.
-    pub(crate) fn has_family_entry(&self) -> bool {
-        let words = self.file.words(0, FAMILY_WORDS).unwrap_or_default();
-        words.first().is_some_and(|seal| seal.load(Ordering::Acquire) != 0)
-    }
-
     /// The family; `None` where its making was cut short.
     #[must_use]
     pub fn family(&self) -> Option<FamilyInfo> {
@@ -121,29 +180,31 @@ impl ProcDirectory {
         Some(FamilyInfo { family, limbo_bytes, has_move: has_move != 0, class })
     }
 
-    /// Adds a process, or replaces what is known of it.
+    /// Adds a process, for whose entry memory has been taken ([`ProcDirectory::reserve`]), or replaces what is
+    /// known of it.
     pub fn put(&self, entry: &ProcEntry) {
         let Some(at) = place(entry.proc) else {
             debug_assert!(false, "{:?} has no place", entry.proc);
             return;
         };
-        let mut number = self.lock();
-        *number += 1;
+        let mut index = self.lock();
+        debug_assert!(at <= index.places, "no memory was taken for {:?}", entry.proc);
+        index.number += 1;
         // The copy that does not count now.
-        let copy = self.latest(at).map_or(0, |(copy, ..)| 1 - copy);
-        if let Some(words) = self.words(at, copy) {
-            put_entry(words, &encode(entry, *number));
+        let copy = self.latest(&index, at).map_or(0, |(copy, ..)| 1 - copy);
+        if let Some(words) = self.words(&index, at, copy) {
+            put_entry(words, &encode(entry, index.number));
         }
     }
 
     /// Takes a process out.
     pub fn remove(&self, proc: ProcId) {
         let Some(at) = place(proc) else { return };
-        let _number = self.lock();
-        let latest = self.latest(at).map_or(0, |(copy, ..)| copy);
+        let index = self.lock();
+        let latest = self.latest(&index, at).map_or(0, |(copy, ..)| copy);
         // The older copy first: in the other order a kill in between would bring it back.
         for copy in [1 - latest, latest] {
-            if let Some(words) = self.words(at, copy) {
+            if let Some(words) = self.words(&index, at, copy) {
                 clear_entry(words);
             }
         }
@@ -152,34 +213,37 @@ impl ProcDirectory {
     /// What is known of a process.
     #[must_use]
     pub fn get(&self, proc: ProcId) -> Option<ProcEntry> {
-        let _number = self.lock();
-        self.latest(place(proc)?).map(|(.., entry)| entry)
+        self.latest(&self.lock(), place(proc)?).map(|(.., entry)| entry)
     }
 
     /// All processes, by ascending number.
     #[must_use]
     pub fn all(&self) -> Vec<ProcEntry> {
-        let _number = self.lock();
-        (1..=PROCS_MAX).filter_map(|at| self.latest(at)).map(|(.., entry)| entry).collect()
+        let index = self.lock();
+        let entries = (1..=index.places).filter_map(|at| self.latest(&index, at));
+        entries.map(|(.., entry)| entry).collect()
     }
 
     /// Which copy counts, its number, and what it says.
-    fn latest(&self, at: usize) -> Option<(u64, u64, ProcEntry)> {
+    fn latest(&self, index: &Index, at: usize) -> Option<(u64, u64, ProcEntry)> {
         (0..2)
             .filter_map(|copy| {
-                let (entry, number) = decode(self.words(at, copy)?)?;
+                let (entry, number) = decode(self.words(index, at, copy)?)?;
                 Some((copy, number, entry))
             })
             .max_by_key(|&(_, number, _)| number)
     }
 
-    fn words(&self, at: usize, copy: u64) -> Option<&[AtomicU64]> {
+    fn words(&self, index: &Index, at: usize, copy: u64) -> Option<&[AtomicU64]> {
+        if at > index.places {
+            return None;
+        }
         let offset = HEADER_BYTES + at as u64 * ENTRY_BYTES + copy * COPY_BYTES;
         self.file.words(offset, COPY_WORDS)
     }
 
-    fn lock(&self) -> MutexGuard<'_, u64> {
-        self.number.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Index> {
+        self.index.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -264,6 +328,7 @@ fn decode(words: &[AtomicU64]) -> Option<(ProcEntry, u64)> {
 mod tests {
     use super::*;
     use crate::scratch::Scratch;
+    use std::os::unix::fs::MetadataExt;
 
     fn entry(proc: u32, pid: i32) -> ProcEntry {
         ProcEntry {
@@ -290,7 +355,32 @@ mod tests {
         let path = scratch.path("procs");
         let file = SharedFile::open(&path)
             .unwrap_or_else(|_| SharedFile::create(&path, FILE_BYTES).unwrap());
-        ProcDirectory::new(file)
+        ProcDirectory::new(file).unwrap()
+    }
+
+    fn held(scratch: &Scratch) -> u64 {
+        std::fs::metadata(scratch.path("procs")).unwrap().blocks() * 512
+    }
+
+    #[test]
+    fn memory_is_taken_for_those_that_are_there_and_some_more() {
+        let scratch = Scratch::new();
+        let directory = open(&scratch);
+        assert!(held(&scratch) <= 3 * 4096, "{} bytes for nobody", held(&scratch));
+        for number in 1..=40 {
+            directory.reserve(ProcId(number)).unwrap();
+            directory.put(&entry(number, 7));
+        }
+        let taken = bytes_up_to(56);
+        assert!((taken..taken + 3 * 4096).contains(&held(&scratch)), "{}", held(&scratch));
+        drop(directory);
+        let before = held(&scratch);
+        let directory = open(&scratch);
+        assert_eq!(directory.all().len(), 40);
+        assert_eq!(directory.get(ProcId(1000)), None);
+        directory.remove(ProcId(1001));
+        assert_eq!(held(&scratch), before, "to look at what is not there takes no memory");
+        assert!(directory.reserve(ProcId(0)).is_err());
     }
 
     #[test]
@@ -298,6 +388,7 @@ mod tests {
         let scratch = Scratch::new();
         let directory = open(&scratch);
         let last = u32::try_from(PROCS_MAX).unwrap();
+        directory.reserve(ProcId(last)).unwrap();
         for pid in 1..6 {
             directory.put(&entry(1, pid));
             directory.put(&entry(last, pid + 100));
@@ -317,8 +408,10 @@ mod tests {
         let directory = open(&scratch);
         directory.put(&entry(3, 1));
         directory.put(&entry(3, 2));
-        let (copy, ..) = directory.latest(3).unwrap();
-        clear_entry(directory.words(3, copy).unwrap());
+        let index = directory.lock();
+        let (copy, ..) = directory.latest(&index, 3).unwrap();
+        clear_entry(directory.words(&index, 3, copy).unwrap());
+        drop(index);
         assert_eq!(directory.get(ProcId(3)), Some(entry(3, 1)));
     }
 
