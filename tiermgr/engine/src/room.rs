@@ -18,7 +18,7 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use tiermgr_core::units::EXTENT_BYTES;
+use tiermgr_core::units::{EXTENT_BYTES, Tick};
 use tiermgr_wire::hello::Class;
 
 /// The number of a family; unique for the life of the daemon.
@@ -28,6 +28,10 @@ pub type FamilyId = u64;
 /// most so much, and where families are many their part of an eighth of all.
 const SLACK_BYTES: u64 = 2 << 20;
 const SLACK_SHARE: u64 = 8;
+
+/// Whoever lacks room and touches anything asks once a second (`core`): one that has not asked for so
+/// long rests, and what it lacked then is of no use to it now.
+const RESTS_AFTER_NS: u64 = 4_000_000_000;
 
 /// How much a class weighs against another when room is short.
 const fn weight(class: Class) -> u64 {
@@ -72,6 +76,8 @@ struct Family {
     granted: u64,
     /// What would be of use to it, at least what it holds.
     wish: u64,
+    /// When it asked last; of a newcomer, when anybody next did.
+    asked: Option<Tick>,
     /// What its grant is to come down to.
     target: Option<u64>,
     share: Arc<Share>,
@@ -132,6 +138,15 @@ impl Ledger {
     fn granted(&self) -> u64 {
         self.families.values().map(|family| family.granted).sum()
     }
+
+    fn let_rest(&mut self, now: Tick) {
+        for family in self.families.values_mut() {
+            let asked = *family.asked.get_or_insert(now);
+            if asked.after_ns(RESTS_AFTER_NS) <= now {
+                family.wish = family.wish.min(family.granted);
+            }
+        }
+    }
 }
 
 impl Room {
@@ -181,6 +196,7 @@ impl Room {
                 weight: weight(class),
                 granted,
                 wish,
+                asked: None,
                 target: None,
                 share: Arc::clone(&share),
             },
@@ -190,13 +206,16 @@ impl Room {
     }
 
     /// Says that a budget of `wish` bytes in all would be of use. Raises the grant from what is free;
-    /// where that is not enough, asks those above their fair share to shrink, and grows in time.
-    pub fn want(&self, share: &Share, wish: u64) {
+    /// where that is not enough, asks those above their fair share to shrink, and grows in time. The wish
+    /// counts for some seconds from `now`; whoever lacks it still asks again.
+    pub fn want(&self, share: &Share, wish: u64, now: Tick) {
         let mut ledger = self.lock();
+        ledger.let_rest(now);
         let available = free(self.total, &ledger);
         // More than there is cannot be of use, and would only distort the shares of the others.
         let wish = wish.min(self.total.saturating_sub(ledger.kept));
         let Some(family) = ledger.families.get_mut(&share.family) else { return };
+        family.asked = Some(now);
         family.wish = wish.max(family.granted);
         if family.target.is_none() {
             family.granted += available.min(wish.saturating_sub(family.granted));
@@ -371,14 +390,18 @@ mod tests {
         room.join(family, class, wish, Arc::new(Wake::silent()))
     }
 
+    fn want(room: &Room, share: &Share, wish: u64) {
+        room.want(share, wish, Tick(0));
+    }
+
     #[test]
     fn the_last_free_byte_is_granted_and_no_more() {
         let room = Room::new(10 * MIB);
         let a = join(&room, 1, Class::Standard, 4 * MIB);
         assert_eq!(a.budget(), 4 * MIB);
-        room.want(&a, 10 * MIB);
+        want(&room, &a, 10 * MIB);
         assert_eq!(a.budget(), 10 * MIB);
-        room.want(&a, 11 * MIB);
+        want(&room, &a, 11 * MIB);
         assert_eq!(a.budget(), 10 * MIB);
         assert_eq!(check(&room).free, 0);
     }
@@ -405,7 +428,7 @@ mod tests {
         let all_use =
             |room: &Room| shares.iter().for_each(|share| room.report(share, share.budget()));
         for _ in 0..9 {
-            shares.iter().for_each(|share| room.want(share, 100 * MIB));
+            shares.iter().for_each(|share| want(&room, share, 100 * MIB));
             all_use(&room);
         }
         assert!(shares.iter().all(|share| share.budget() == 10 * MIB));
@@ -494,7 +517,7 @@ mod tests {
         let resting: Vec<_> = (0..8).map(|n| join(&room, n, Class::Standard, 256 * MIB)).collect();
         let settle = |room: &Room| {
             for share in &resting {
-                room.want(share, 30 * MIB);
+                want(room, share, 30 * MIB);
                 room.report(share, (20 * MIB).min(share.budget()));
             }
         };
@@ -503,7 +526,7 @@ mod tests {
         }
         let newcomer = join(&room, 99, Class::Standard, 64 * MIB);
         for _ in 0..8 {
-            room.want(&newcomer, newcomer.budget() + 16 * MIB);
+            want(&room, &newcomer, newcomer.budget() + 16 * MIB);
             for share in &resting {
                 room.report(share, (20 * MIB).min(share.budget()));
             }
@@ -511,6 +534,32 @@ mod tests {
         assert!(newcomer.budget() >= 64 * MIB, "{} of 80 MiB that are free", newcomer.budget());
         assert!(resting.iter().all(|share| share.budget() >= 20 * MIB));
         check(&room);
+    }
+
+    #[test]
+    fn what_is_lacked_by_those_that_rest_goes_to_one_that_asks() {
+        let room = Room::new(64 * MIB);
+        let resting: Vec<_> = (0..32).map(|n| join(&room, n, Class::Standard, 64 * MIB)).collect();
+        let busy = join(&room, 99, Class::Standard, 64 * MIB);
+        let budget_at = |seconds: u64| {
+            for _ in 0..40 {
+                room.want(&busy, 48 * MIB, Tick(seconds * 1_000_000_000));
+                room.report(&busy, busy.budget());
+                resting.iter().for_each(|share| room.report(share, MIB / 2));
+            }
+            check(&room);
+            busy.budget()
+        };
+        assert!(budget_at(1) < 4 * MIB, "all have just come");
+        assert!(budget_at(6) >= 40 * MIB, "{} MiB", busy.budget() / MIB);
+        assert!(resting.iter().all(|share| share.budget() >= MIB / 2));
+        let woken = &resting[0];
+        for _ in 0..40 {
+            room.want(woken, 16 * MIB, Tick(7_000_000_000));
+            room.report(&busy, busy.budget());
+            room.report(woken, woken.budget());
+        }
+        assert!(woken.budget() > 15 * MIB, "it may ask again");
     }
 
     #[test]
@@ -528,7 +577,7 @@ mod tests {
                 }
             });
             let rounds = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                (0..1000).for_each(|n| room.want(&shares[n % 100], 60 * MIB));
+                (0..1000).for_each(|n| want(&room, &shares[n % 100], 60 * MIB));
             }));
             ends.store(true, Ordering::Relaxed);
             assert!(rounds.is_ok());
@@ -545,7 +594,7 @@ mod tests {
         room.report(&a, 50 * MIB);
         room.leave(&b);
         assert_eq!(a.budget(), 50 * MIB, "it has not said that it wants any");
-        room.want(&a, 100 * MIB);
+        want(&room, &a, 100 * MIB);
         assert_eq!(a.budget(), 100 * MIB);
     }
 
@@ -581,7 +630,7 @@ mod tests {
                     }
                     2 | 3 if !shares.is_empty() => {
                         let at = usize::try_from(random.below(shares.len() as u64)).unwrap();
-                        room.want(&shares[at].0, random.below(80) * MIB);
+                        want(&room, &shares[at].0, random.below(80) * MIB);
                     }
                     4 => room.keep(random.below(total + MIB)),
                     _ => {
@@ -605,7 +654,7 @@ mod tests {
             // With all at their budgets, and all wishing everything, nobody is below its share.
             for _ in 0..200 {
                 for (share, _) in &shares {
-                    room.want(share, total);
+                    want(&room, share, total);
                     room.report(share, share.budget());
                 }
             }

@@ -533,7 +533,7 @@ impl Host for LinuxHost {
                 // What a cgroup refuses would be of no use.
                 if self.cap.bytes() == u64::MAX {
                     let wish = self.budget_told.saturating_add(bytes);
-                    self.config.room.want(&self.config.share, wish);
+                    self.config.room.want(&self.config.share, wish, self.tick());
                 }
                 self.tell_budget();
             }
