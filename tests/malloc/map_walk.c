@@ -62,10 +62,22 @@ static void drop(uintptr_t address) {
     }
 }
 
+/* Tables of the library lie where the kernel puts them, also where something was unmapped: then what was there
+ * last is not. */
+static bool is_library(const struct page *page) {
+    const volatile uint64_t *words = (const uint64_t *)page->address;
+    if (page->access != -1 || !can_read((void *)page->address) || is_managed((void *)page->address))
+        return false;
+    size_t same = 0;
+    while (same < PAGE / 8 && words[same] == (page->content ? pattern(page->content, same) : 0))
+        same++;
+    return !page->content || same < PAGE / 8;
+}
+
 static void look(uintptr_t address, const char *what) {
     const struct page *page = find(address);
     const volatile uint64_t *words = (const uint64_t *)address;
-    if (!page && others)
+    if (!page && (others || is_library(slot_of(address))))
         return;
     if (!page || !(page->access & PROT_READ)) {
         if (can_read((void *)address))
@@ -128,12 +140,6 @@ static bool is_uniform(uintptr_t start, size_t pages) {
             return false;
     }
     return first;
-}
-
-/* Tables of the library lie where the kernel puts them, also where something was unmapped. */
-static bool is_library(const struct page *page) {
-    return page->access == -1 && can_read((void *)page->address) &&
-           !is_managed((void *)page->address);
 }
 
 /* What was never mapped here may be the library's, and what was unmapped may be by now. */
@@ -315,7 +321,7 @@ static void revisit(void) {
     uintptr_t start = some_range(&pages);
     for (size_t i = 0; i < pages; i++) {
         const struct page *page = slot_of(start + i * PAGE);
-        if (page->address && !is_library(page))
+        if (page->address)
             look(page->address, "visited again");
     }
     write_some(start, pages);
