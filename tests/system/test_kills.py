@@ -369,6 +369,27 @@ def test_a_family_that_is_stopped_in_the_middle_of_a_move_is_taken_up_when_it_go
         assert after["totals"]["parked_pages"] > 2000 and not after["warnings"], after
 
 
+def test_a_daemon_does_not_end_while_it_tries_to_take_up_a_family(folder, workload):
+    """It tries once a second, and is told to end all the time."""
+    with product.Daemon(folder, DRAM, STORE) as daemon, Clients(daemon, workload) as clients:
+        program = clients.hold(128)
+        helper, before = helpers_of(daemon)[program.pid], daemon.status()
+        signal_all([program.pid, helper], signal.SIGSTOP)
+        os.kill(before["daemon_pid"], signal.SIGSTOP)
+        as_if_taken(helper)
+        os.kill(before["daemon_pid"], signal.SIGKILL)
+        waiting = daemon.wait_for(lambda s: s["daemon_pid"] != before["daemon_pid"], 5)
+        end = time.monotonic() + 4
+        while time.monotonic() < end:
+            os.kill(waiting["daemon_pid"], signal.SIGTERM)
+            time.sleep(0.002)
+        assert daemon.status()["daemon_pid"] == waiting["daemon_pid"], daemon.log_text()
+        assert "cannot be taken up, and its programs wait" in daemon.log_text()
+        signal_all([program.pid, helper], signal.SIGCONT)
+        out, err = program.communicate("go\n", timeout=100)
+        assert program.returncode == 0 and out.endswith("right\n"), (out, err)
+
+
 def as_if_taken(helper):
     """Writes into the ring of a helper what stands there while it carries out a command
     (tiermgr/sys/src/ring.rs has the layout)."""

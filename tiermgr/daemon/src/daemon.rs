@@ -240,7 +240,7 @@ pub fn serve(
             last_tidy = Instant::now();
             daemon.families.tidy();
         }
-        if daemon.leave_when_idle.load(Ordering::Acquire) && daemon.families.is_idle() {
+        if daemon.leave_when_idle.load(Ordering::Acquire) && daemon.families.close_if_idle() {
             tracing::info!("nobody is left");
             return Ok(());
         }

@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tiermgr_core::units::ProcId;
 use tiermgr_engine::executor::{Executor, ExecutorConfig, ProcessView};
 use tiermgr_engine::room::Room;
@@ -39,6 +39,8 @@ const FIRST_FAMILY_BYTES: u64 = 8 << 20;
 /// How often, and after what pauses, a place is looked for.
 const PLACE_TRIES: u32 = 10;
 const PLACE_PAUSE: Duration = Duration::from_millis(5);
+/// How long those that begin are waited for before everything is brought back.
+const BEGIN_PATIENCE: Duration = Duration::from_secs(10);
 
 /// What all executors share.
 #[derive(Debug)]
@@ -123,8 +125,7 @@ struct Member {
 #[derive(Debug)]
 pub struct Families {
     shared: Shared,
-    /// What the daemon itself takes, at the last look.
-    own: Mutex<u64>,
+    own: Mutex<Own>,
     /// What it will take with the first program, which is granted all that is free: were that less a moment later,
     /// all of the program's memory would have to be armed.
     own_least: u64,
@@ -132,9 +133,19 @@ pub struct Families {
     inner: Mutex<Inner>,
 }
 
+/// What the daemon itself takes.
+#[derive(Debug)]
+struct Own {
+    bytes: u64,
+    /// When that was last looked at.
+    seen: Instant,
+}
+
 #[derive(Debug, Default)]
 struct Inner {
     last_number: u64,
+    /// Everything is being brought back, or the daemon leaves: nothing begins and nothing is taken up.
+    closed: bool,
     families: BTreeMap<u64, Arc<Family>>,
     /// Whose families are being begun, by number: they have their places already.
     beginning: BTreeMap<u64, u32>,
@@ -148,11 +159,14 @@ impl Families {
     /// No families yet.
     #[must_use]
     pub fn new(shared: Shared) -> Self {
-        let resident = own_resident_bytes(&shared.state_dir).unwrap_or(0);
+        // Programs that an earlier daemon has served end some day, and what it wrote down of them goes.
+        let resident = own_resident_bytes(&shared.state_dir)
+            .unwrap_or(0)
+            .saturating_sub(families_bytes(&shared.state_dir));
         let own_least = resident + shared.staging.to_come_bytes() + FIRST_FAMILY_BYTES;
         let families = Self {
             shared,
-            own: Mutex::new(0),
+            own: Mutex::new(Own { bytes: 0, seen: Instant::now() }),
             own_least,
             attached_total: AtomicU64::new(0),
             inner: Mutex::default(),
@@ -164,14 +178,30 @@ impl Families {
     /// Keeps what the daemon itself has in memory, and what its buffers may take yet.
     fn keep_own(&self) {
         // One look at a time, or an older one could come last.
-        let mut own = self.own.lock().unwrap_or_else(PoisonError::into_inner);
+        self.look_at_own(&mut self.lock_own());
+    }
+
+    /// The same, unless somebody has just looked.
+    fn keep_own_again(&self) {
+        let mut own = self.lock_own();
+        if own.seen.elapsed() >= PLACE_PAUSE {
+            self.look_at_own(&mut own);
+        }
+    }
+
+    fn lock_own(&self) -> MutexGuard<'_, Own> {
+        self.own.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn look_at_own(&self, own: &mut Own) {
         // Before what is in memory: what becomes of the one between the two looks is counted twice.
         let to_come = self.shared.staging.to_come_bytes();
         match own_resident_bytes(&self.shared.state_dir) {
-            Some(resident) => *own = (resident + to_come).max(self.own_least),
+            Some(resident) => own.bytes = (resident + to_come).max(self.own_least),
             None => tracing::warn!("the daemon cannot see what it has in memory itself"),
         }
-        self.shared.room.keep(own.next_multiple_of(OWN_STEP_BYTES));
+        own.seen = Instant::now();
+        self.shared.room.keep(own.bytes.next_multiple_of(OWN_STEP_BYTES));
     }
 
     /// What all executors share.
@@ -220,16 +250,18 @@ impl Families {
         // Who is refused has no other chance. Some may have ended that nobody has looked at since, or be about to end;
         // others begin, and take less than is counted for them until then.
         for _ in 0..PLACE_TRIES {
-            if self.check_places(uid).is_ok() {
-                break;
-            }
+            let lacks_dram = match self.check_places(&self.lock(), uid) {
+                Ok(()) | Err(BeginError::Ending) => break,
+                Err(error) => matches!(error, BeginError::TooLittleDram { .. }),
+            };
             thread::sleep(PLACE_PAUSE);
             self.end_idle();
-            self.keep_own();
+            if lacks_dram {
+                self.keep_own_again();
+            }
         }
         let mut inner = self.lock();
-        inner.check_room(uid, self.shared.families_per_uid)?;
-        inner.check_dram(self.shared.room.usage())?;
+        self.check_places(&inner, uid)?;
         let number = inner.last_number + 1;
         inner.last_number = number;
         let path = self.facts_path(number);
@@ -265,11 +297,13 @@ impl Families {
         self.lock().families.values().find(|family| family.secret == secret).cloned()
     }
 
-    /// Whether nobody is served, and nobody waits to be.
+    /// Whether nobody is served, and nobody waits to be. If so, nobody begins from now on: the caller leaves.
     #[must_use]
-    pub fn is_idle(&self) -> bool {
-        let inner = self.lock();
-        inner.families.is_empty() && inner.waiting.is_empty() && inner.beginning.is_empty()
+    pub fn close_if_idle(&self) -> bool {
+        let mut inner = self.lock();
+        let is_idle = inner.is_idle();
+        inner.closed |= is_idle;
+        is_idle
     }
 
     /// Families that are served now.
@@ -326,8 +360,10 @@ impl Families {
         self.keep_own();
     }
 
-    fn check_places(&self, uid: u32) -> Result<(), BeginError> {
-        let inner = self.lock();
+    fn check_places(&self, inner: &Inner, uid: u32) -> Result<(), BeginError> {
+        if inner.closed {
+            return Err(BeginError::Ending);
+        }
         inner.check_room(uid, self.shared.families_per_uid)?;
         inner.check_dram(self.shared.room.usage())
     }
@@ -358,11 +394,19 @@ impl Families {
         tracing::info!(family = family.number, name = family.name, "the last process has gone");
     }
 
-    /// Brings everything of all families back and disarms it.
+    /// Brings everything of all families back and disarms it. From then on none begins.
     ///
     /// # Errors
-    /// What stands against it, one line for each family. Those families are still served.
+    /// What stands against it, one line for each family. Those families are still served, and others may
+    /// begin.
     pub fn drain(&self) -> Result<(), Vec<String>> {
+        self.lock().closed = true;
+        // Those that begin are nowhere else yet. It takes them milliseconds.
+        let patience = Instant::now() + BEGIN_PATIENCE;
+        while !self.lock().beginning.is_empty() && Instant::now() < patience {
+            thread::sleep(PLACE_PAUSE);
+        }
+        // Also those whose taking up is being tried now.
         let mut reasons = self.not_taken_up();
         for family in self.list() {
             match family.executor.stop(true) {
@@ -383,6 +427,11 @@ impl Families {
                 )),
             }
         }
+        let mut inner = self.lock();
+        if reasons.is_empty() && !inner.is_idle() {
+            reasons.push("a program has just been taken into service".to_owned());
+        }
+        inner.closed = reasons.is_empty();
         if reasons.is_empty() { Ok(()) } else { Err(reasons) }
     }
 
@@ -582,6 +631,14 @@ fn allocated_bytes(folder: &Path) -> u64 {
         Err(_) => 0,
     });
     each.sum()
+}
+
+/// What is written down of families.
+fn families_bytes(state_dir: &Path) -> u64 {
+    let Ok(entries) = fs::read_dir(state_dir) else { return 0 };
+    let names = entries.flatten().map(|entry| entry.file_name());
+    let families = names.filter(|name| number_of(&name.to_string_lossy()).is_some());
+    families.map(|name| allocated_bytes(&state_dir.join(name))).sum()
 }
 
 /// A number that nobody can guess.

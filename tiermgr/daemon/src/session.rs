@@ -423,6 +423,7 @@ fn internal() -> Refused {
 
 fn not_begun(error: &BeginError) -> Refused {
     match error {
+        BeginError::Ending => Refused::closing(ErrorCode::ShuttingDown, error.to_string()),
         BeginError::TooMany
         | BeginError::TooManyOfUser { .. }
         | BeginError::TooLittleDram { .. } => {

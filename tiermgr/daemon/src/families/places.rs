@@ -47,6 +47,9 @@ pub enum BeginError {
         /// The daemon's own.
         own: Size,
     },
+    /// Everything is being brought back.
+    #[error("the daemon is ending")]
+    Ending,
     /// What is to be written down cannot be.
     #[error("writing down the family in {}", path.display())]
     State {
@@ -62,6 +65,10 @@ pub enum BeginError {
 }
 
 impl Inner {
+    pub(super) fn is_idle(&self) -> bool {
+        self.families.is_empty() && self.waiting.is_empty() && self.beginning.is_empty()
+    }
+
     /// Whether the DRAM that is left serves one more family, beside all that there are.
     pub(super) fn check_dram(&self, room: RoomUse) -> Result<(), BeginError> {
         let families = self.families.len() + self.waiting.len() + self.beginning.len();

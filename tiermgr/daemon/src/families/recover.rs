@@ -3,7 +3,7 @@
 //! A family that cannot be taken up is not given up: its programs sleep where they touch what was
 //! parked, and wake into the right bytes or not at all. It is tried again for as long as it takes.
 
-use super::{Families, Family, FamilyFacts};
+use super::{Families, Family, FamilyFacts, Inner};
 use std::collections::BTreeSet;
 use std::io;
 use std::sync::Arc;
@@ -24,7 +24,8 @@ pub(super) struct Waiting {
     facts: FamilyFacts,
     /// Why not, at the last try.
     error: String,
-    next_try: Instant,
+    /// `None` while it is being tried: it stays here, so that nobody takes it for gone.
+    next_try: Option<Instant>,
     pause: Duration,
 }
 
@@ -32,6 +33,26 @@ impl Waiting {
     /// Of the user whose program it is.
     pub(super) const fn uid(&self) -> u32 {
         self.facts.uid
+    }
+}
+
+impl Inner {
+    /// Those whose next try has come, each with how long it has waited for it and what came of the last.
+    fn begin_tries(&mut self, now: Instant) -> Vec<(u64, FamilyFacts, Duration, String)> {
+        if self.closed {
+            return Vec::new();
+        }
+        let due =
+            self.waiting.iter_mut().filter(|waiting| waiting.next_try.is_some_and(|at| at <= now));
+        due.map(|waiting| {
+            waiting.next_try = None;
+            (waiting.number, waiting.facts.clone(), waiting.pause, waiting.error.clone())
+        })
+        .collect()
+    }
+
+    fn end_try(&mut self, number: u64) {
+        self.waiting.retain(|waiting| waiting.number != number);
     }
 }
 
@@ -86,7 +107,9 @@ impl Families {
                 tracing::info!(family = number, name = facts.name, "taken up again");
                 self.attached(executor.processes().len() as u64);
                 let family = Family::new(number, facts, executor);
-                self.lock().families.insert(number, Arc::new(family));
+                let mut inner = self.lock();
+                inner.end_try(number);
+                inner.families.insert(number, Arc::new(family));
             }
             Err(error) => {
                 if matches!(error, EngineError::Stopped { .. }) {
@@ -102,18 +125,18 @@ impl Families {
                         "a family cannot be taken up yet; its programs wait where they touch what was parked"
                     );
                 }
-                let next_try = Instant::now() + pause;
-                self.lock().waiting.push(Waiting { number, facts, error, next_try, pause });
+                let next_try = Some(Instant::now() + pause);
+                let mut inner = self.lock();
+                inner.end_try(number);
+                inner.waiting.push(Waiting { number, facts, error, next_try, pause });
             }
         }
     }
 
     /// Tries those again that could not be taken up.
     pub(super) fn retry_waiting(&self) {
-        let now = Instant::now();
-        let due: Vec<Waiting> =
-            self.lock().waiting.extract_if(.., |waiting| waiting.next_try <= now).collect();
-        for Waiting { number, facts, pause, error, .. } in due {
+        let due = self.lock().begin_tries(Instant::now());
+        for (number, facts, pause, error) in due {
             let result = Executor::recover(self.executor_config(number, facts.class));
             self.take_up(number, facts, result, (pause * 2).min(RETRY_PAUSE_MAX), &error);
         }
@@ -130,5 +153,32 @@ impl Families {
             )
         });
         lines.collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_family_that_is_being_tried_again_is_still_one_that_waits() {
+        let now = Instant::now();
+        let mut inner = Inner::default();
+        inner.waiting.push(Waiting {
+            number: 7,
+            facts: FamilyFacts::unknown().unwrap(),
+            error: "stopped".to_owned(),
+            next_try: Some(now),
+            pause: RETRY_PAUSE,
+        });
+        inner.closed = true;
+        assert!(inner.begin_tries(now).is_empty(), "the daemon is about to leave");
+        inner.closed = false;
+        let tried = inner.begin_tries(now);
+        assert_eq!(tried.first().map(|&(number, ..)| number), Some(7));
+        assert!(inner.begin_tries(now).is_empty(), "once at a time");
+        assert!(!inner.is_idle() && inner.waiting.len() == 1);
+        inner.end_try(7);
+        assert!(inner.is_idle());
     }
 }
