@@ -345,23 +345,30 @@ def test_programs_that_are_stopped_while_the_daemon_restarts_keep_their_helpers(
         assert "ending it" not in daemon.log_text(), daemon.log_text()
 
 
+def restart_in_a_move(daemon, program):
+    """Stops a program in the middle of a move and kills the daemon. Gives the status of the next one, and
+    what is stopped."""
+    helper, before = helpers_of(daemon)[program.pid], daemon.status()
+    stopped = [program.pid, helper]
+    signal_all(stopped, signal.SIGSTOP)
+    os.kill(before["daemon_pid"], signal.SIGSTOP)
+    as_if_taken(helper)
+    os.kill(before["daemon_pid"], signal.SIGKILL)
+    return daemon.wait_for(lambda s: s["daemon_pid"] != before["daemon_pid"], 5), stopped
+
+
 def test_a_family_that_is_stopped_in_the_middle_of_a_move_is_taken_up_when_it_goes_on(
         folder, workload):
     """Which pages it moves shows only then, and nobody else waits for that."""
     with product.Daemon(folder, DRAM, STORE) as daemon, Clients(daemon, workload) as clients:
         program, other = clients.hold(128), clients.hold(32)
-        helper, before = helpers_of(daemon)[program.pid], daemon.status()
-        signal_all([program.pid, helper], signal.SIGSTOP)
-        os.kill(before["daemon_pid"], signal.SIGSTOP)
-        as_if_taken(helper)
-        os.kill(before["daemon_pid"], signal.SIGKILL)
-        status = daemon.wait_for(lambda s: s["daemon_pid"] != before["daemon_pid"], 5)
+        status, stopped = restart_in_a_move(daemon, program)
         assert status["families"] == 1, status
         assert any("in the middle of a move" in line for line in status["warnings"]), status
         out, err = other.communicate("go\n", timeout=20)
         assert other.returncode == 0 and out.endswith("right\n"), (out, err)
         time.sleep(2)
-        signal_all([program.pid, helper], signal.SIGCONT)
+        signal_all(stopped, signal.SIGCONT)
         out, err = program.communicate("go\n", timeout=100)
         assert program.returncode == 0 and out.endswith("right\n"), (out, err)
         after = daemon.wait_until_empty()
@@ -373,19 +380,14 @@ def test_a_daemon_does_not_end_while_it_tries_to_take_up_a_family(folder, worklo
     """It tries once a second, and is told to end all the time."""
     with product.Daemon(folder, DRAM, STORE) as daemon, Clients(daemon, workload) as clients:
         program = clients.hold(128)
-        helper, before = helpers_of(daemon)[program.pid], daemon.status()
-        signal_all([program.pid, helper], signal.SIGSTOP)
-        os.kill(before["daemon_pid"], signal.SIGSTOP)
-        as_if_taken(helper)
-        os.kill(before["daemon_pid"], signal.SIGKILL)
-        waiting = daemon.wait_for(lambda s: s["daemon_pid"] != before["daemon_pid"], 5)
+        waiting, stopped = restart_in_a_move(daemon, program)
         end = time.monotonic() + 4
         while time.monotonic() < end:
             os.kill(waiting["daemon_pid"], signal.SIGTERM)
             time.sleep(0.002)
         assert daemon.status()["daemon_pid"] == waiting["daemon_pid"], daemon.log_text()
         assert "cannot be taken up, and its programs wait" in daemon.log_text()
-        signal_all([program.pid, helper], signal.SIGCONT)
+        signal_all(stopped, signal.SIGCONT)
         out, err = program.communicate("go\n", timeout=100)
         assert program.returncode == 0 and out.endswith("right\n"), (out, err)
 

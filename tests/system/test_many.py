@@ -56,7 +56,9 @@ def test_those_that_have_ended_make_room_at_once(run_bounded, workload):
 
 
 def test_a_restarted_daemon_takes_no_more(folder, workload):
+    """Neither with the programs that it takes up, nor when they have ended."""
     with product.Daemon(folder, 48 * MIB, 512 * MIB) as daemon:
+        before = daemon.status()["dram_own_bytes"]
         held = [subprocess.Popen([workload, "hold", "3"], env=daemon.preloaded(), text=True,
                                  stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(12)]
         try:
@@ -70,6 +72,8 @@ def test_a_restarted_daemon_takes_no_more(folder, workload):
             for process in held:
                 out, _ = process.communicate("\n", timeout=60)
                 assert (process.returncode, out) == (0, "right\n")
+            left = daemon.wait_for(lambda s: s["dram_own_bytes"] <= before + MIB // 2, 20)
+            assert left["dram_own_bytes"] <= before + MIB // 2, (before, left)
         finally:
             for process in held:
                 process.kill()

@@ -8,15 +8,16 @@
 //! Not here: when the memory of a process is released. The executor finds out by itself that an
 //! address space is gone; what happens here follows from that.
 
+mod own;
 mod places;
 mod recover;
 
-use places::OWN_STEP_BYTES;
+use own::Own;
 pub use places::{BeginError, FAMILIES_MAX};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{self, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -29,13 +30,11 @@ use tiermgr_engine::staging::Staging;
 use tiermgr_engine::state::FamilyState;
 use tiermgr_engine::store::Store;
 use tiermgr_sys::probe::KernelFeatures;
-use tiermgr_sys::{pidfd, proc, process};
+use tiermgr_sys::{pidfd, process};
 use tiermgr_wire::chain;
 use tiermgr_wire::control::{ClientRow, FamilyStats, RegionRow};
 use tiermgr_wire::hello::Class;
 
-/// No less than what the first family takes in the daemon, with records and notes of an arena of 4 GiB.
-const FIRST_FAMILY_BYTES: u64 = 8 << 20;
 /// How often, and after what pauses, a place is looked for.
 const PLACE_TRIES: u32 = 10;
 const PLACE_PAUSE: Duration = Duration::from_millis(5);
@@ -133,14 +132,6 @@ pub struct Families {
     inner: Mutex<Inner>,
 }
 
-/// What the daemon itself takes.
-#[derive(Debug)]
-struct Own {
-    bytes: u64,
-    /// When that was last looked at.
-    seen: Instant,
-}
-
 #[derive(Debug, Default)]
 struct Inner {
     last_number: u64,
@@ -159,49 +150,16 @@ impl Families {
     /// No families yet.
     #[must_use]
     pub fn new(shared: Shared) -> Self {
-        // Programs that an earlier daemon has served end some day, and what it wrote down of them goes.
-        let resident = own_resident_bytes(&shared.state_dir)
-            .unwrap_or(0)
-            .saturating_sub(families_bytes(&shared.state_dir));
-        let own_least = resident + shared.staging.to_come_bytes() + FIRST_FAMILY_BYTES;
+        let own_least = own::least_bytes(&shared);
         let families = Self {
             shared,
-            own: Mutex::new(Own { bytes: 0, seen: Instant::now() }),
+            own: Mutex::new(Own::default()),
             own_least,
             attached_total: AtomicU64::new(0),
             inner: Mutex::default(),
         };
         families.keep_own();
         families
-    }
-
-    /// Keeps what the daemon itself has in memory, and what its buffers may take yet.
-    fn keep_own(&self) {
-        // One look at a time, or an older one could come last.
-        self.look_at_own(&mut self.lock_own());
-    }
-
-    /// The same, unless somebody has just looked.
-    fn keep_own_again(&self) {
-        let mut own = self.lock_own();
-        if own.seen.elapsed() >= PLACE_PAUSE {
-            self.look_at_own(&mut own);
-        }
-    }
-
-    fn lock_own(&self) -> MutexGuard<'_, Own> {
-        self.own.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn look_at_own(&self, own: &mut Own) {
-        // Before what is in memory: what becomes of the one between the two looks is counted twice.
-        let to_come = self.shared.staging.to_come_bytes();
-        match own_resident_bytes(&self.shared.state_dir) {
-            Some(resident) => own.bytes = (resident + to_come).max(self.own_least),
-            None => tracing::warn!("the daemon cannot see what it has in memory itself"),
-        }
-        own.seen = Instant::now();
-        self.shared.room.keep(own.bytes.next_multiple_of(OWN_STEP_BYTES));
     }
 
     /// What all executors share.
@@ -612,33 +570,6 @@ pub const fn class_name(class: Class) -> &'static str {
         Class::Standard => "standard",
         Class::Bulk => "bulk",
     }
-}
-
-/// Bytes that this process has in memory now, the state files included: those that it has not looked at, too.
-fn own_resident_bytes(state_dir: &Path) -> Option<u64> {
-    let of = |name| proc::status_bytes(std::process::id().cast_signed(), name);
-    // Rings are small beside the state files, which nearly all shared memory is.
-    let shared = of("RssShmem")?.max(allocated_bytes(state_dir));
-    Some(of("RssAnon")? + of("RssFile")? + shared)
-}
-
-/// What the files of a folder take. Those that go meanwhile take nothing.
-fn allocated_bytes(folder: &Path) -> u64 {
-    let Ok(entries) = fs::read_dir(folder) else { return 0 };
-    let each = entries.flatten().map(|entry| match entry.metadata() {
-        Ok(found) if found.is_dir() => allocated_bytes(&entry.path()),
-        Ok(found) => found.blocks() * 512,
-        Err(_) => 0,
-    });
-    each.sum()
-}
-
-/// What is written down of families.
-fn families_bytes(state_dir: &Path) -> u64 {
-    let Ok(entries) = fs::read_dir(state_dir) else { return 0 };
-    let names = entries.flatten().map(|entry| entry.file_name());
-    let families = names.filter(|name| number_of(&name.to_string_lossy()).is_some());
-    families.map(|name| allocated_bytes(&state_dir.join(name))).sum()
 }
 
 /// A number that nobody can guess.

@@ -37,7 +37,7 @@ const OPEN_FILES_LEAST: u64 = 64;
 /// Below this, many clients with many children may not fit.
 const OPEN_FILES_ENOUGH: u64 = 1 << 14;
 /// What the daemon takes with its first program, rounded up.
-const OWN_BYTES: u64 = 16 << 20;
+const OWN_BYTES: u64 = 20 << 20;
 /// Limbo is at most this share of the DRAM limit.
 const LIMBO_SHARE: u64 = 4;
 

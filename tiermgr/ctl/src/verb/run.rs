@@ -75,7 +75,7 @@ pub(crate) enum RunError {
     NotRoot,
     /// The limit is too small to work with.
     #[error(
-        "DRAM of {given} is too little: the private daemon itself takes some 16 MiB; give at least \
+        "DRAM of {given} is too little: the private daemon itself takes some 20 MiB; give at least \
          {least} with --dram"
     )]
     TooLittleDram {

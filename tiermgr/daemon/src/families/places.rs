@@ -15,8 +15,6 @@ pub const FAMILIES_MAX: usize = 512;
 pub(super) const FAMILY_OWN_BYTES: u64 = (512 << 10) + DEMAND_BUFFERS_LEAST as u64 * EXTENT_BYTES;
 /// Below this a program would do little but wait for its pages.
 const FAMILY_DRAM_LEAST: u64 = 512 << 10;
-/// What the daemon keeps for itself is counted by this, so that it does not change all the time.
-pub(super) const OWN_STEP_BYTES: u64 = 256 << 10;
 
 /// Why a family could not be begun.
 #[derive(Debug, thiserror::Error)]
