@@ -4,6 +4,7 @@ import os
 import pathlib
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -115,6 +116,34 @@ def test_a_program_and_its_helper_that_end_together_are_nothing_to_warn_of(daemo
     process.communicate(timeout=20)
     assert_empty(daemon.wait_until_empty())
     assert not lost_helpers(daemon)
+
+
+def test_a_program_that_has_disconnected_is_nothing_to_warn_of(daemon):
+    """Its helper has ended, and it has nothing left that could be moved."""
+    script = f"""
+import ctypes, sys
+library = ctypes.CDLL({str(product.DIST / "lib" / "libtiermgr.so")!r})
+client = ctypes.c_void_p()
+assert library.tiermgr_connect(None, ctypes.byref(client)) == 0
+assert library.tiermgr_disconnect(client) == 0
+print("closed", flush=True)
+sys.stdin.readline()
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], text=True, env=daemon.environment(),
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE)
+    try:
+        assert process.stdout.readline() == "closed\n", process.communicate(timeout=20)
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            status = daemon.status()
+            assert not status["totals"]["without_helper_now"] and not status["warnings"], status
+            time.sleep(0.05)
+        assert not lost_helpers(daemon)
+    finally:
+        process.communicate("\n", timeout=20)
+    assert process.returncode == 0
+    assert_empty(daemon.wait_until_empty())
 
 
 def lost_helpers(daemon):

@@ -231,9 +231,12 @@ impl LinuxHost {
         }
     }
 
-    /// Programs that live and whose helper does not.
+    /// Programs that live and whose helper does not. One that has disconnected has ended it, and has nothing left
+    /// that could be moved.
     pub(crate) fn without_helper(&self) -> u64 {
-        self.procs.iter().map(|known| u64::from(known.is_without_helper())).sum()
+        let lost =
+            |known: &Proc| known.is_without_helper() && self.state.regions.count_of(known.id) > 0;
+        self.procs.iter().map(|known| u64::from(lost(known))).sum()
     }
 
     /// Says, once, what has become of a program whose helper has gone.
@@ -242,7 +245,7 @@ impl LinuxHost {
             return;
         };
         let process = known.attached.as_ref().and_then(|attached| attached.pidfd.as_ref());
-        if process.is_none_or(has_ended) {
+        if process.is_none_or(has_ended) || self.state.regions.count_of(id) == 0 {
             return;
         }
         known.told_helper = true;
