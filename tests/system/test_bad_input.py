@@ -174,6 +174,15 @@ def test_a_store_that_somebody_uses(folder):
             refused(other, "--dram", "64M", "--store", f"{folder / 'store'}:64M", says=["store"])
 
 
+def test_a_level_of_the_log_that_does_not_exist(folder):
+    refused(folder, "--log-level", "loud", says=["error, warn, info, debug and trace"])
+
+
+def test_a_group_that_does_not_exist(folder):
+    code, text = start(folder, config='socket_group = "no-such-group"\n')
+    assert code == 2 and "groupadd" in text, (code, text)
+
+
 def test_a_program_that_is_not_there(folder):
     command = product.run_command(64 * MIB, f"{folder / 'store'}:64M", None, [folder / "nothing"])
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False,

@@ -83,7 +83,7 @@ pub struct Cli {
     pub assume_missing: Vec<String>,
 
     /// Least severe message that is logged: error, warn, info, debug or trace
-    #[arg(long, value_name = "LEVEL")]
+    #[arg(long, value_name = "LEVEL", value_parser = log_level)]
     pub log_level: Option<LogLevel>,
 
     /// Folder that a private daemon removes at its end if it is empty (may be repeated)
@@ -148,6 +148,10 @@ pub enum ManPage {
     /// Its configuration.
     #[value(name = "tiermgrd.toml.5")]
     Config,
+}
+
+fn log_level(text: &str) -> Result<LogLevel, &'static str> {
+    text.parse().map_err(|_no_words: String| "it is one of error, warn, info, debug and trace")
 }
 
 #[cfg(test)]

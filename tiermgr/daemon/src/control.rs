@@ -84,10 +84,13 @@ fn status(daemon: &Daemon) -> Status {
         ));
     }
     if totals.without_helper_now > 0 {
+        let who = match totals.without_helper_now {
+            1 => "a program has".to_owned(),
+            programs => format!("{programs} programs have"),
+        };
         warnings.push(format!(
-            "{} programs have lost their helper, as the log says: their memory moves no more, and the limit does \
-             not hold for it until they are started again",
-            totals.without_helper_now
+            "{who} lost their helper, as the log says: their memory moves no more, and the limit does not hold for \
+             it until they are started again"
         ));
     }
     let store_percent = store.used_bytes.saturating_mul(100) / store.capacity_bytes.max(1);

@@ -120,7 +120,10 @@ fn serve(cli: &Cli, config: &Config, call: Call) -> u8 {
             if !tell(maker, &text) {
                 tracing::error!("cannot start: {text}");
             }
-            return exit::START;
+            return match error {
+                StartError::Config(_) => exit::USAGE,
+                _ => exit::START,
+            };
         }
     };
     tell(maker, "ready");

@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 use tiermgr_core::effect::Refusal;
 use tiermgr_core::units::ProcId;
+use tiermgr_wire::size::Size;
 
 /// Errors of executors and their state.
 #[derive(Debug, thiserror::Error)]
@@ -71,8 +72,10 @@ pub enum EngineError {
     Ended,
     /// One program's regions would be larger than everything that could hold them.
     #[error(
-        "{wanted_bytes} bytes in one program are more than DRAM and store hold together \
-         ({capacity_bytes}): give the daemon a larger store, or ask for less"
+        "{} in one program are more than DRAM and store hold together ({}): give the daemon a larger store \
+         (`--nvme PATH:SIZE`, `store` in the configuration), or ask for less",
+        Size(*.wanted_bytes).rounded(),
+        Size(*.capacity_bytes).rounded()
     )]
     BeyondCapacity {
         /// All regions of the process, the new one included.

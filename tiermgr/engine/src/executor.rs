@@ -657,8 +657,8 @@ fn serve(begin: Begin, ended: &Ended, ready: &SyncSender<Result<(), EngineError>
         tracing::warn!(
             family = ended.family,
             "the program went beyond its limit {beyond} times, by 64 KiB each, since nothing else of it could \
-             be parked at that moment; what is parked next makes up for it. A larger limit (--dram) or a faster disk \
-             ends it"
+             be parked at that moment; what is parked next makes up for it. A larger limit (--dram), a faster disk, or \
+             a larger store where it was full, ends it"
         );
     } else if beyond > 0 {
         tracing::debug!(family = ended.family, faults = beyond, "served beyond the limit");

@@ -24,7 +24,8 @@ const ALIGN_MAX: usize = 65536;
 pub enum StoreError {
     /// Nothing there, and not asked to create it.
     #[error(
-        "{path} does not exist; name an existing device or file, or give a size to create a file"
+        "{path} does not exist; name a device or file that does, or have a file made: give a size, and leave out \
+         `create = false`"
     )]
     NotFound {
         /// The store.

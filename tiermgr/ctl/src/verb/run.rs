@@ -17,6 +17,7 @@ use crate::cli::RunArgs;
 use crate::complain;
 use crate::connect::{ConnectError, Link, how_to_start};
 use child::{Nothing, Signals};
+use nix::errno::Errno;
 use nix::unistd::Pid;
 use private::Private;
 pub(crate) use private::{named_store, text_of};
@@ -119,6 +120,12 @@ pub(crate) enum RunError {
         /// What would do.
         least: Size,
     },
+    /// All programs would run without tiermgr.
+    #[error(
+        "TIERMGR_DISABLE is set, and so no program is managed: unset it; without --require it runs without a \
+         limit"
+    )]
+    Disabled,
     /// The program would run without tiermgr.
     #[error("{0}; without --require it runs without a limit")]
     Unmanageable(program::Obstacle),
@@ -244,6 +251,12 @@ fn try_run(socket: Option<&Path>, args: &RunArgs) -> Result<u8, RunError> {
         }
         complain(&format!("warning: {obstacle}; it runs without a limit"));
     }
+    if std::env::var_os("TIERMGR_DISABLE").is_some_and(|value| !value.is_empty() && value != "0") {
+        if args.require {
+            return Err(RunError::Disabled);
+        }
+        complain("warning: TIERMGR_DISABLE is set, and so no program is managed");
+    }
     let preloads = obstacle.is_none_or(|obstacle| !obstacle.forbids_preload());
     let file = args.report.as_deref().map(ReportFile::open).transpose()?;
     let mut host = choose_host(socket, args, &signals)?;
@@ -260,7 +273,7 @@ fn try_run(socket: Option<&Path>, args: &RunArgs) -> Result<u8, RunError> {
             .map_err(|error| RunError::System("waiting for the program", error)),
         Err(error) => {
             let name = args.command.first().map(|name| name.to_string_lossy()).unwrap_or_default();
-            complain(&format!("running {name}: {}", error.desc()));
+            complain(&why_not_run(&name, error));
             Ok((child::code_of_failure(error), None))
         }
     };
@@ -376,4 +389,12 @@ fn preloading(preload: &Path) -> [(OsString, OsString); 2] {
         // AddressSanitizer ends programs in which it is not first; the library leaves them alone.
         joined(OsStr::new("verify_asan_link_order=0"), "ASAN_OPTIONS"),
     ]
+}
+
+fn why_not_run(name: &str, error: Errno) -> String {
+    let text = format!("running {name}: {}", error.desc());
+    if error == Errno::ENOENT && !name.contains('/') {
+        return format!("{text} in PATH; a program of this folder is ./{name}");
+    }
+    text
 }

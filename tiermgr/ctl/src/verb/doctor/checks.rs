@@ -216,10 +216,10 @@ fn daemon(socket: Option<&Path>) -> Finding {
         Ok(status) => Finding::ok(
             NAME,
             format!(
-                "version {} serves {} programs at {}",
+                "version {} at {}; programs served: {}",
                 status.version,
-                status.families,
-                path.display()
+                path.display(),
+                status.families
             ),
         ),
         // `run` starts its own, so none of this is a failure, for root.

@@ -16,9 +16,12 @@ use tiermgr_wire::control::{FamilyStats, Status};
 
 /// Lines of a summary at most, warnings included.
 const LINES_MAX: usize = 14;
+/// Code, stacks and the like.
+const BEYOND_BYTES_ALLOWED: u64 = 64 << 20;
 /// Said where the whole run went by without tiermgr.
 const NONE_ATTACHED: &str = "no program attached, so that nothing was limited or parked: all allocations were \
-                             below --min-size (see --small), or mapped by the programs (see --mmap), or tiermgr did not reach the program (README: What can go wrong)";
+                             below --min-size (see --small), or mapped by the programs (see --mmap), or of programs that --only leaves out, or tiermgr did not reach the \
+                             program (README: What can go wrong)";
 /// Said where a daemon that serves others too has come and gone.
 const RESTARTED: &str = "the daemon was restarted meanwhile: what it counts began anew, and how many programs \
                          of this run it managed is not known";
@@ -47,6 +50,8 @@ pub(super) struct Report {
     store_capacity_bytes: u64,
     /// Counters.
     totals: FamilyStats,
+    /// Most memory that any one process of the run had, what tiermgr does not manage included.
+    largest_process_peak_rss_bytes: u64,
     /// Most memory that the serving process ever had.
     daemon_peak_rss_bytes: Option<u64>,
     /// Times that the daemon died and was started again.
@@ -73,14 +78,17 @@ impl Report {
         let attached_before = same.map_or(0, |before| before.attached_total);
         let attached_processes =
             is_whole.then(|| status.attached_total.saturating_sub(attached_before));
+        let peak = peak_of_programs();
         let mut warnings = status.warnings.clone();
         if !is_whole {
             warnings.insert(0, RESTARTED.to_owned());
         }
         if let Some(warning) = strays::warning(&unreached_programs) {
             warnings.insert(0, warning);
-        } else if attached_processes == Some(0) && peak_of_programs() >= MATTERS_BYTES {
+        } else if attached_processes == Some(0) && peak >= MATTERS_BYTES {
             warnings.insert(0, NONE_ATTACHED.to_owned());
+        } else if let Some(warning) = beyond(peak, status.dram_limit_bytes, args.small, args.mmap) {
+            warnings.insert(0, warning);
         }
         Self {
             command: args.command.iter().map(|arg| arg.to_string_lossy().into_owned()).collect(),
@@ -92,6 +100,7 @@ impl Report {
             dram_limit_bytes: status.dram_limit_bytes,
             store_capacity_bytes: status.store_capacity_bytes,
             totals: same.map_or(status.totals, |before| since(&before.totals, &status.totals)),
+            largest_process_peak_rss_bytes: peak,
             daemon_peak_rss_bytes: proc::status_bytes(status.daemon_pid, "VmHWM"),
             daemon_restarts: status
                 .restarts
@@ -129,9 +138,13 @@ impl Report {
             .map_or_else(String::new, |peak| format!(", of which the daemon took {}", bytes(peak)));
         let mut lines = vec![
             format!("{name}: status {} after {:.2} s", self.exit_status, self.wall_seconds),
-            format!("  managed {}", self.managed()),
+            format!(
+                "  managed {}, {} at most in one process",
+                self.managed(),
+                bytes(self.largest_process_peak_rss_bytes)
+            ),
             format!("  dram    {} allowed{peak}", bytes(self.dram_limit_bytes)),
-            format!("  disk    {} for what is parked", bytes(self.store_capacity_bytes)),
+            format!("  disk    {} set aside for what is parked", bytes(self.store_capacity_bytes)),
             format!(
                 "  out     {} parked, {} of it without a write",
                 pages(totals.parked_pages),
@@ -171,6 +184,26 @@ impl Report {
         lines.truncate(LINES_MAX);
         lines.iter().map(|line| format!("tiermgr: {line}\n")).collect()
     }
+}
+
+/// Of a program that had far more in memory than the limit: managed memory alone would not have.
+fn beyond(peak_bytes: u64, limit_bytes: u64, small: bool, mmap: bool) -> Option<String> {
+    let allowed = limit_bytes.saturating_add(limit_bytes / 50).saturating_add(BEYOND_BYTES_ALLOWED);
+    let parts = [
+        (!small).then_some("small blocks (see --small)"),
+        (!mmap).then_some("what it maps itself (see --mmap)"),
+        Some("files that it maps"),
+        Some("stacks"),
+    ];
+    let parts: Vec<_> = parts.into_iter().flatten().collect();
+    (peak_bytes > allowed).then(|| {
+        format!(
+            "a process had {} in memory, more than --dram: the limit does not hold for what tiermgr does not \
+             manage, such as {}",
+            bytes(peak_bytes),
+            parts.join(", ")
+        )
+    })
 }
 
 /// Most memory that any of the programs that have ended had.
@@ -256,6 +289,7 @@ mod tests {
             dram_limit_bytes: 1 << 30,
             store_capacity_bytes: 1 << 34,
             totals: FamilyStats { poisoned_pages: 1, ..FamilyStats::default() },
+            largest_process_peak_rss_bytes: 90 << 20,
             daemon_peak_rss_bytes: Some(20 << 20),
             daemon_restarts: 1,
             warnings: vec!["w".to_owned(); warnings],
@@ -267,6 +301,16 @@ mod tests {
         assert_eq!(report(0).summary().lines().count(), 11);
         assert_eq!(report(100).summary().lines().count(), LINES_MAX);
         assert!(report(0).summary().contains("LOST"));
+    }
+
+    #[test]
+    fn a_process_far_beyond_the_limit_is_named() {
+        const MIB: u64 = 1 << 20;
+        assert_eq!(beyond(120 * MIB, 64 * MIB, false, false), None);
+        let warning = beyond(479 * MIB, 64 * MIB, false, true).unwrap();
+        assert!(warning.contains("479 MiB") && warning.contains("--small"), "{warning}");
+        assert!(!warning.contains("--mmap"), "{warning}");
+        assert_eq!(beyond(u64::MAX, u64::MAX, false, false), None);
     }
 
     #[test]
@@ -289,6 +333,7 @@ mod tests {
             "wall_seconds",
             "dram_limit_bytes",
             "totals",
+            "largest_process_peak_rss_bytes",
             "daemon_peak_rss_bytes",
         ] {
             assert!(json.get(field).is_some(), "{field}");
