@@ -654,7 +654,7 @@ fn begin(
             || !may_come_back(&error, &config.socket)
             || monotonic_ns() >= give_up
         {
-            joined.attached.discard();
+            joined.attached.forsake(nonce_page);
             return Err(error);
         }
         pause(&mut pause_ns);
@@ -669,7 +669,7 @@ fn begin(
             Err(error) => Err(error),
         };
     }
-    joined.attached.discard();
+    joined.attached.forsake(nonce_page);
     Ok(None)
 }
 

@@ -235,6 +235,37 @@ def test_a_client_its_helper_and_the_daemon_are_killed_together(folder, workload
         assert status["restarts"] == before["restarts"] + 1, status
 
 
+def test_programs_that_attach_while_the_daemon_is_killed_can_fork(folder, workload):
+    """Also those whose attach it was killed over. What it refuses meanwhile comes from libc."""
+    with product.Daemon(folder, DRAM, STORE) as daemon, Clients(daemon, workload) as clients:
+        del clients.environment["TIERMGR_REQUIRE"]
+        running, ended, kills = [], 0, 0
+        began = next_kill = time.monotonic()
+        while time.monotonic() < began + 12:
+            running += [clients.start("forks", 1, 2) for _ in range(6 - len(running))]
+            if time.monotonic() > next_kill:
+                os.kill(serving_process(daemon), signal.SIGKILL)
+                kills, next_kill = kills + 1, time.monotonic() + 1
+            still = [process for process in running if process.poll() is None]
+            ended += len(running) - len(still)
+            running = still
+            time.sleep(0.005)
+        for process in clients.all:
+            _, err = process.communicate(timeout=30)
+            assert process.returncode == 0, (process.args, err, daemon.log_text())
+        assert kills > 5 and ended > 5, (kills, ended)
+
+
+def serving_process(daemon):
+    """Without asking it: it may not serve yet."""
+    deadline = time.monotonic() + 10
+    children = pathlib.Path(f"/proc/{daemon.process.pid}/task/{daemon.process.pid}/children")
+    while not (pids := children.read_text().split()):
+        assert time.monotonic() < deadline, daemon.log_text()
+        time.sleep(0.001)
+    return int(pids[0])
+
+
 @pytest.mark.parametrize("number", range(ROUNDS))
 def test_each_of_them_is_killed_once_under_load(folder, workload, number):
     """The keeper last: without it nobody would start the daemon anew."""

@@ -90,6 +90,22 @@ impl Attached {
         }
     }
 
+    /// Of an attach that came to nothing, although the daemon may have armed the nonce page. Where it was killed over
+    /// that, its keeper has the userfaultfd, and nobody reads it: a fork that copies the page, or an munmap of
+    /// it, would wait for ever. So the page is taken back, and stays where it is, for this process alone: the
+    /// daemon may arm it yet.
+    pub(super) fn forsake(self, nonce_page: usize) {
+        space::keep_from_children(nonce_page);
+        self.take_back(nonce_page);
+        self.discard();
+    }
+
+    fn take_back(&self, nonce_page: usize) {
+        let Some(arena) = &self.arena else { return };
+        let bytes = space::page_bytes() as u64;
+        let _was_armed = uffd::unregister(arena.as_fd(), nonce_page as u64, bytes).is_ok();
+    }
+
     /// In a forked child: leaves what is the parent's.
     pub(super) fn leave(self) {
         let Self { pid: _, arena, limbo_fd, limbo, helper, is_confirmed: _ } = self;
@@ -211,6 +227,7 @@ pub(super) fn attach(
                 Session::new(stream, Owed::Nothing)
             }
             Ok((FromDaemon::Error { code, message }, _)) => {
+                attached.take_back(nonce_page);
                 attached.discard();
                 return Err(Error::because(code.into(), message));
             }

@@ -10,8 +10,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tiermgr::client::Client;
 use tiermgr::status::Status;
+use tiermgr_sys::abi;
+use tiermgr_sys::process::page_size;
 use tiermgr_sys::sock::Stream;
-use tiermgr_sys::uffd::{self, DeviceFd};
+use tiermgr_sys::uffd::{self, DeviceFd, Mode, Uffd};
 use tiermgr_wire::hello::{Attach, Role};
 use tiermgr_wire::reply::{ErrorCode, FromDaemon};
 use tiermgr_wire::request::ToDaemon;
@@ -31,7 +33,9 @@ pub(crate) enum OnAttach {
     ServeUntold,
     /// The connection ends.
     Close,
-    /// The same, and so does every other.
+    /// The same, after the nonce page was armed by a userfaultfd that somebody keeps and nobody reads.
+    ArmAndClose,
+    /// The connection ends, and so does every other.
     CloseForGood,
     /// An error.
     Refuse,
@@ -76,6 +80,17 @@ impl OnAttach {
                 return false;
             }
             Self::Close => return false,
+            Self::ArmAndClose => {
+                let sent = attaches(book);
+                let page = sent.last().expect("it was noted").nonce_page;
+                let arena = brought[0].try_clone().expect("a descriptor");
+                let events = abi::FEATURE_EVENT_FORK | abi::FEATURE_EVENT_UNMAP;
+                uffd::handshake(arena.as_fd(), events).expect("a new one");
+                let arena = Uffd::from_fd(arena);
+                arena.register(page, page_size(), Mode::MISSING).expect("a page of its own");
+                book.kept.lock().expect("not poisoned").push(arena);
+                return false;
+            }
             Self::CloseForGood => {
                 book.behave(Manner::ClosesAtOnce);
                 return false;
@@ -359,6 +374,21 @@ fn a_program_whose_first_attach_was_not_carried_out_attaches_anew() {
     // Where its limbo was, the other's may be, or a part of it.
     let (is_mapped, lives) = state_of(std::process::id().cast_signed(), &first);
     assert!(!lives && (first.limbo_start == second.limbo_start || !is_mapped));
+    client.disconnect().expect("quiet");
+}
+
+/// The keeper has what the daemon had.
+#[test]
+fn a_program_whose_daemon_was_killed_over_its_first_attach_can_fork() {
+    let Some(daemon) = Scripted::new("first-armed") else { return };
+    daemon.book.on_attach([OnAttach::ArmAndClose]);
+    let client = daemon.client();
+    assert_eq!(attaches(&daemon.book).len(), 2);
+    // SAFETY: no preconditions; ends the test where the fork hangs.
+    unsafe { libc::alarm(20) };
+    assert_eq!(in_child(|| 0), 0);
+    // SAFETY: no preconditions.
+    unsafe { libc::alarm(0) };
     client.disconnect().expect("quiet");
 }
 

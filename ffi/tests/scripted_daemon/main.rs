@@ -25,7 +25,7 @@ use tiermgr::link::{Class, Config};
 use tiermgr::status::Status;
 use tiermgr_sys::ring::RingOwner;
 use tiermgr_sys::sock::{Listener, Stream};
-use tiermgr_sys::uffd::DeviceFd;
+use tiermgr_sys::uffd::{DeviceFd, Uffd};
 use tiermgr_wire::hello::{Role, Welcome};
 use tiermgr_wire::reply::{ErrorCode, FromDaemon};
 use tiermgr_wire::request::{Kind, ToDaemon};
@@ -85,6 +85,8 @@ struct Book {
     attaches: Mutex<VecDeque<OnAttach>>,
     /// Processes that are served.
     served: Mutex<BTreeSet<i32>>,
+    /// Userfaultfds that nobody reads.
+    kept: Mutex<Vec<Uffd>>,
     /// Requests that stalled may go on.
     goes_on: (Mutex<bool>, Condvar),
 }

@@ -229,6 +229,16 @@ fn fill(len: u64, mut step: impl FnMut(u64) -> (i32, i64)) -> Installed {
     Installed { bytes: len, outcome: Outcome::Done }
 }
 
+/// [`Uffd::unregister`], for a descriptor whose handshake may be somebody else's.
+///
+/// # Errors
+/// The same; EINVAL too where there was no handshake.
+pub fn unregister(fd: BorrowedFd<'_>, start: u64, len: u64) -> io::Result<()> {
+    let mut arg = abi::UffdioRange { start, len };
+    // SAFETY: UFFDIO_UNREGISTER takes one `UffdioRange`.
+    unsafe { ioctl(fd, abi::UFFDIO_UNREGISTER, &mut arg) }.map_err(io::Error::from_raw_os_error)
+}
+
 /// A userfaultfd that had its handshake.
 #[derive(Debug)]
 pub struct Uffd(OwnedFd);
@@ -299,10 +309,7 @@ impl Uffd {
     /// # Errors
     /// EINVAL: no mapping there. ENOMEM: the process is gone, or its limit of mappings is reached.
     pub fn unregister(&self, start: u64, len: u64) -> io::Result<()> {
-        let mut arg = abi::UffdioRange { start, len };
-        // SAFETY: UFFDIO_UNREGISTER takes one `UffdioRange`.
-        unsafe { ioctl(self.as_fd(), abi::UFFDIO_UNREGISTER, &mut arg) }
-            .map_err(io::Error::from_raw_os_error)
+        unregister(self.as_fd(), start, len)
     }
 
     /// Installs the bytes of `src` at `dst`, where nothing may be yet; `protect`: so that the first write
