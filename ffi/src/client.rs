@@ -550,7 +550,7 @@ impl Source for Client {
     }
 
     fn first_arena_bytes(&self) -> usize {
-        let told = self.connected.try_enter().map(|connected| connected.link.arena_bytes());
+        let told = self.try_inside().map(|connected| connected.link.arena_bytes());
         told.unwrap_or(ARENA_BYTES_FIRST)
     }
 
