@@ -254,7 +254,7 @@ impl Stage {
 
     /// What the daemon has counted.
     pub(crate) fn status(&self) -> Status {
-        let stream = Stream::connect(&self.socket()).expect("the daemon lives");
+        let stream = Stream::connect_within(&self.socket(), DAEMON_WAIT).expect("the daemon lives");
         stream.set_recv_timeout(Some(DAEMON_WAIT)).expect("a socket has time limits");
         let ask = |message: &ToDaemon| {
             let mut packet = vec![0; tiermgr_wire::PACKET_BYTES_MAX];

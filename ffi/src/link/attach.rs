@@ -136,7 +136,7 @@ pub(super) enum Greeted {
 
 /// Says hello.
 pub(super) fn greet(socket: &Path, role: Role, limit: Limit, packet: &mut [u8]) -> Result<Greeted> {
-    let stream = open(socket, limit.for_greeting())?;
+    let stream = open(socket, limit.greeting_by(), limit.pid())?;
     let hello = ToDaemon::Hello(Hello { version: tiermgr_wire::VERSION, role });
     send(&stream, &hello, &[], packet)?;
     match receive(&stream, limit.pid(), packet)? {

@@ -14,6 +14,8 @@ use tiermgr_wire::request::ToDaemon;
 
 /// After so long a wait looks again whose process it is.
 const SLICE_MS: u64 = 100;
+/// After so long a connect that finds no room lets signal handlers be called.
+const CONNECT_SLICE: Duration = Duration::from_millis(10);
 /// Between two looks where it may not poll.
 const PEEK_NS: u64 = 1_000_000;
 
@@ -40,8 +42,9 @@ impl Limit {
         self.pid
     }
 
-    pub(super) fn for_greeting(self) -> Duration {
-        left(self.by_ns)
+    /// When an attempt to be greeted that begins now ends.
+    pub(super) fn greeting_by(self) -> u64 {
+        self.by_ns.max(monotonic_ns().saturating_add(nanoseconds(GREETING_MIN)))
     }
 
     pub(super) fn for_answer(self) -> Duration {
@@ -54,31 +57,54 @@ pub(super) fn left(by_ns: u64) -> Duration {
     Duration::from_nanos(by_ns.saturating_sub(monotonic_ns()))
 }
 
-pub(super) fn open(socket: &Path, wait: Duration) -> Result<Stream> {
-    let stream = Stream::connect(socket).map_err(|error| {
-        let (status, cause) = match error.raw_os_error() {
-            Some(libc::ENOENT | libc::ECONNREFUSED | libc::ENOTDIR) => (
-                Status::NoDaemon,
-                "nobody listens there; start tiermgrd, or run the program with `tiermgrctl run` (in a container: \
-                 pass the socket in)",
-            ),
-            Some(libc::EACCES | libc::EPERM) => (
-                Status::NotPermitted,
-                "this user may not use the socket; ask to be put into its group",
-            ),
-            _ => (Status::System, "the kernel refused"),
-        };
-        let text =
-            format!("connecting to {}: {cause} ({error}{})", socket.display(), remedy(&error));
-        Error::because(status, text)
-    })?;
+/// A connection of the process `pid`, made by then.
+pub(super) fn open(socket: &Path, by_ns: u64, pid: i32) -> Result<Stream> {
+    let stream = connect(socket, by_ns, pid)?;
     // None at all would be no limit.
-    let wait = wait.max(GREETING_MIN);
+    let wait = left(by_ns).max(GREETING_MIN);
     stream
         .set_recv_timeout(Some(wait))
         .and_then(|()| stream.set_send_timeout(Some(wait)))
         .map_err(|error| Error::system("preparing the socket", &error))?;
     Ok(stream)
+}
+
+/// A child that a signal handler forked in the middle of a connect would connect its parent's socket.
+fn connect(socket: &Path, by_ns: u64, pid: i32) -> Result<Stream> {
+    loop {
+        let undisturbed = Undisturbed::new();
+        if !fds::is_settled(pid) {
+            return Err(FORKED);
+        }
+        let outcome = Stream::connect_within(socket, left(by_ns).min(CONNECT_SLICE));
+        drop(undisturbed);
+        match outcome {
+            Ok(stream) => return Ok(stream),
+            Err(error)
+                if error.raw_os_error() == Some(libc::EAGAIN) && left(by_ns) > Duration::ZERO => {}
+            Err(error) => return Err(unconnected(socket, &error)),
+        }
+    }
+}
+
+fn unconnected(socket: &Path, error: &io::Error) -> Error {
+    let (status, cause) = match error.raw_os_error() {
+        Some(libc::ENOENT | libc::ECONNREFUSED | libc::ENOTDIR) => (
+            Status::NoDaemon,
+            "nobody listens there; start tiermgrd, or run the program with `tiermgrctl run` (in a container: \
+             pass the socket in)",
+        ),
+        Some(libc::EACCES | libc::EPERM) => {
+            (Status::NotPermitted, "this user may not use the socket; ask to be put into its group")
+        }
+        Some(libc::EAGAIN) => (
+            Status::ConnectionLost,
+            "the daemon takes no connection, and too many wait for it already; see its log",
+        ),
+        _ => (Status::System, "the kernel refused"),
+    };
+    let text = format!("connecting to {}: {cause} ({error}{})", socket.display(), remedy(error));
+    Error::because(status, text)
 }
 
 pub(super) fn send(

@@ -213,3 +213,26 @@ fn a_child_that_is_forked_before_a_block_is_forgotten_keeps_what_it_gets() {
     assert_eq!(daemon.book.discards_of(range.start), 1, "the child's was forgotten, too");
     client.disconnect().expect("quiet");
 }
+
+/// It would connect its parent's socket.
+#[test]
+fn a_child_that_is_forked_before_its_parent_is_accepted_connects_for_itself() {
+    let Some(daemon) = Scripted::new("unaccepted-inside") else { return };
+    let client = daemon.client();
+    let block = client.allocate(1 << 20, 4096).expect("a block").address;
+    daemon.close();
+    daemon.book.vanish();
+    forked_inside(
+        || {
+            thread::sleep(Duration::from_millis(100));
+            true
+        },
+        || daemon.open(),
+        || client.prefetch(block, 4096),
+        |outcome| i32::from(outcome.is_err()),
+    )
+    .expect("the parent is served");
+    assert_eq!(daemon.book.seen(says_child), 2, "each says hello once");
+    client.prefetch(block, 4096).expect("and goes on");
+    client.disconnect().expect("quiet");
+}

@@ -5,6 +5,7 @@
 #![cfg(test)]
 
 mod attaching;
+mod away;
 mod confined;
 mod inside;
 mod preloaded;
@@ -15,7 +16,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::fs;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -89,6 +90,8 @@ struct Book {
     kept: Mutex<Vec<Uffd>>,
     /// Requests that stalled may go on.
     goes_on: (Mutex<bool>, Condvar),
+    /// Whoever connects waits to be accepted, but for one.
+    is_closed: AtomicBool,
 }
 
 impl Book {
@@ -172,6 +175,9 @@ impl Scripted {
         let own = Arc::clone(&book);
         thread::spawn(move || {
             while let Ok(stream) = listener.accept() {
+                while own.is_closed.load(Ordering::SeqCst) {
+                    thread::sleep(Duration::from_millis(1));
+                }
                 let (book, device) = (Arc::clone(&own), Arc::clone(&device));
                 book.connections.lock().expect("not poisoned").push(stream.as_fd().as_raw_fd());
                 thread::spawn(move || serve(&stream, &book, &device));
@@ -183,6 +189,16 @@ impl Scripted {
     fn config(&self) -> Config {
         let socket = self.socket.clone();
         Config { socket, name: "scripted".into(), class: Class::Standard, extents: false }
+    }
+
+    /// Accepts nobody any more, and has no room for others who wait for it.
+    fn close(&self) {
+        self.book.is_closed.store(true, Ordering::SeqCst);
+        while Stream::connect_within(&self.socket, Duration::from_millis(20)).is_ok() {}
+    }
+
+    fn open(&self) {
+        self.book.is_closed.store(false, Ordering::SeqCst);
     }
 
     fn client(&self) -> Box<Client> {

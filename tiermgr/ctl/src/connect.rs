@@ -49,6 +49,18 @@ pub(crate) enum ConnectError {
         #[source]
         source: io::Error,
     },
+    /// Too many wait to be accepted.
+    #[error(
+        "the daemon at {} takes no connection, and too many wait for it already; see its log (is it stopped?)",
+        path.display()
+    )]
+    Crowded {
+        /// Where.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
     /// The connection broke.
     #[error("the daemon ended the conversation (is it overloaded or ending? see its log)")]
     Broken(#[source] io::Error),
@@ -82,16 +94,7 @@ impl Link {
     /// Connects to the daemon at `socket`, or at the default place.
     pub(crate) fn open(socket: Option<&Path>) -> Result<Self, ConnectError> {
         let path = socket.unwrap_or(Path::new(DEFAULT_SOCKET));
-        let stream = Stream::connect(path).map_err(|source| {
-            let path = path.to_owned();
-            if path.metadata().is_ok_and(|facts| !facts.file_type().is_socket()) {
-                ConnectError::NotASocket { path }
-            } else if source.kind() == io::ErrorKind::PermissionDenied {
-                ConnectError::Forbidden { path, source }
-            } else {
-                ConnectError::Absent { path, source }
-            }
-        })?;
+        let stream = connect(path, ANSWER_TIMEOUT)?;
         stream.set_send_timeout(Some(ANSWER_TIMEOUT)).map_err(ConnectError::Broken)?;
         let link = Self { stream };
         link.send(&ToDaemon::Hello(Hello { version: tiermgr_wire::VERSION, role: Role::Control }))?;
@@ -176,6 +179,44 @@ impl Link {
     }
 }
 
+fn connect(path: &Path, patience: Duration) -> Result<Stream, ConnectError> {
+    Stream::connect_within(path, patience).map_err(|source| {
+        let path = path.to_owned();
+        if path.metadata().is_ok_and(|facts| !facts.file_type().is_socket()) {
+            ConnectError::NotASocket { path }
+        } else if source.kind() == io::ErrorKind::PermissionDenied {
+            ConnectError::Forbidden { path, source }
+        } else if source.kind() == io::ErrorKind::WouldBlock {
+            ConnectError::Crowded { path, source }
+        } else {
+            ConnectError::Absent { path, source }
+        }
+    })
+}
+
 fn unexpected(answer: &impl std::fmt::Debug) -> ConnectError {
     ConnectError::Unexpected(format!("{answer:?}").chars().take(80).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tiermgr_sys::sock::Listener;
+
+    #[test]
+    fn a_daemon_that_takes_no_connection_is_named_as_such() {
+        let path = std::env::temp_dir().join(format!("tiermgrctl-crowd-{}", std::process::id()));
+        let _listener = Listener::bind(&path, 0o600).unwrap();
+        let brief = Duration::from_millis(1);
+        let error = loop {
+            // Whoever gave up has a place among those who wait all the same.
+            match connect(&path, brief) {
+                Ok(stream) => drop(stream),
+                Err(error) => break error,
+            }
+        };
+        std::fs::remove_file(&path).unwrap();
+        assert!(matches!(error, ConnectError::Crowded { .. }), "{error:?}");
+        assert!(error.to_string().contains("takes no connection"), "{error}");
+    }
 }

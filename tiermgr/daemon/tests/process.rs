@@ -86,7 +86,7 @@ impl Daemon {
     fn connect(&self) -> Stream {
         let deadline = Instant::now() + PATIENCE;
         loop {
-            match Stream::connect(&self.dir.join("run/sock")) {
+            match Stream::connect_within(&self.dir.join("run/sock"), PATIENCE) {
                 Ok(stream) => {
                     stream.set_recv_timeout(Some(PATIENCE)).unwrap();
                     return stream;

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const FDS_MAX_U32: u32 = 8;
 
@@ -94,7 +94,8 @@ impl Listener {
         };
         match bind(path) {
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-                match Stream::connect(path) {
+                // Whoever lets others wait to be accepted listens, too.
+                match Stream::connect_within(path, Duration::ZERO) {
                     Err(refused) if refused.kind() == io::ErrorKind::ConnectionRefused => {}
                     _ => return Err(error),
                 }
@@ -165,17 +166,39 @@ const _: () = assert!(CONTROL_LEN <= size_of::<Control>());
 const _: () = assert!(align_of::<libc::cmsghdr>() <= align_of::<Control>());
 
 impl Stream {
-    /// Connects to a listener.
+    /// Connects to a listener. Where too many wait to be accepted it waits so long for room among them, also
+    /// where signal handlers are called.
     ///
     /// # Errors
-    /// `NotFound`: no such path. `ConnectionRefused`: nobody listens. `PermissionDenied`. EAGAIN: too many
-    /// wait to be accepted.
-    pub fn connect(path: &Path) -> io::Result<Self> {
-        let fd = new_socket()?;
+    /// `NotFound`: no such path. `ConnectionRefused`: nobody listens. `PermissionDenied`. EAGAIN: the time
+    /// is up.
+    pub fn connect_within(path: &Path, wait: Duration) -> io::Result<Self> {
+        let stream = Self { fd: new_socket()? };
         let (address, len) = address(path)?;
-        // SAFETY: connect reads one sockaddr_un of `len` bytes.
-        check(unsafe { libc::connect(fd.as_raw_fd(), (&raw const address).cast(), len) })?;
-        Ok(Self { fd })
+        let began = Instant::now();
+        let mut left = wait;
+        loop {
+            // The limit of a send is also that of a connect, which has none without it. No time left: it is
+            // asked once.
+            stream.set_send_timeout(Some(left.max(Duration::from_micros(1))))?;
+            // SAFETY: connect reads one sockaddr_un of `len` bytes.
+            let outcome = check(unsafe {
+                libc::connect(stream.fd.as_raw_fd(), (&raw const address).cast(), len)
+            });
+            match outcome {
+                Ok(()) => break,
+                // The socket is as it was before.
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {
+                    left = wait.saturating_sub(began.elapsed());
+                    if left.is_zero() {
+                        return Err(io::Error::from_raw_os_error(libc::EAGAIN));
+                    }
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        stream.set_send_timeout(None)?;
+        Ok(stream)
     }
 
     /// Two ends, connected.

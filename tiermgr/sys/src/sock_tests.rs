@@ -80,7 +80,7 @@ fn a_listener_takes_over_a_stale_path_and_respects_a_live_one() {
     let first = Listener::bind(&path, 0o600).expect("bind");
     let mode = std::fs::metadata(&path).expect("stat").permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
-    let client = Stream::connect(&path).expect("connect");
+    let client = Stream::connect_within(&path, Duration::from_secs(10)).expect("connect");
     let server = first.accept().expect("accept");
     assert_eq!(server.peer_cred().expect("cred").pid, std::process::id().cast_signed());
     client.send_with_fds(b"x", &[]).expect("send");
@@ -92,5 +92,82 @@ fn a_listener_takes_over_a_stale_path_and_respects_a_live_one() {
     let long = folder.join("x".repeat(200));
     let error = Listener::bind(&long, 0o600).expect_err("too long");
     assert!(error.to_string().contains("107"));
+    std::fs::remove_dir_all(folder).expect("clean");
+}
+
+/// Connects, and gives up again, until there is no room any more; gives how many found some.
+fn crowd(path: &Path) -> usize {
+    let mut found_room = 0;
+    loop {
+        match Stream::connect_within(path, Duration::from_millis(1)) {
+            Ok(stream) => drop(stream),
+            Err(error) => {
+                assert_eq!(error.kind(), io::ErrorKind::WouldBlock, "{error}");
+                return found_room;
+            }
+        }
+        found_room += 1;
+    }
+}
+
+#[test]
+fn a_connect_that_is_not_accepted_ends() {
+    let folder = folder();
+    let path = folder.join("s");
+    let listener = Listener::bind(&path, 0o600).expect("bind");
+    assert!(crowd(&path) >= usize::try_from(BACKLOG).expect("a number"));
+    let error = Stream::connect_within(&path, Duration::ZERO).expect_err("no room");
+    assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+    let taken = Listener::bind(&path, 0o600).expect_err("somebody listens");
+    assert_eq!(taken.kind(), io::ErrorKind::AddrInUse);
+    drop(listener.accept().expect("one that gave up"));
+    let client = Stream::connect_within(&path, Duration::from_secs(10)).expect("there is room");
+    // A send has the limit that it is given, and none of the connect's.
+    client.send_with_fds(b"x", &[]).expect("send");
+    std::fs::remove_dir_all(folder).expect("clean");
+}
+
+extern "C" fn ignore(_signal: libc::c_int) {}
+
+/// Longer than anything here takes.
+const SIGNALS_FOR: Duration = Duration::from_secs(20);
+
+/// Calls `inside`, and a signal handler on this thread again and again meanwhile; not for ever.
+fn under_a_timer<T>(inside: impl FnOnce() -> T) -> T {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    // SAFETY: zeros are a valid `sigaction`: no flags, and an empty mask.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    action.sa_sigaction = ignore as *const () as usize;
+    // SAFETY: the handler is a function of the kind that it is installed as.
+    check(unsafe { libc::sigaction(libc::SIGUSR1, &raw const action, std::ptr::null_mut()) })
+        .expect("a handler");
+    // SAFETY: no preconditions.
+    let own = unsafe { libc::pthread_self() };
+    let (is_over, began) = (AtomicBool::new(false), Instant::now());
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) && began.elapsed() < SIGNALS_FOR {
+                // SAFETY: the thread waits for this one.
+                unsafe { libc::pthread_kill(own, libc::SIGUSR1) };
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        });
+        let outcome = inside();
+        is_over.store(true, Ordering::Relaxed);
+        outcome
+    })
+}
+
+#[test]
+fn a_connect_that_is_not_accepted_ends_under_a_timer() {
+    let folder = folder();
+    let path = folder.join("s");
+    let _listener = Listener::bind(&path, 0o600).expect("bind");
+    crowd(&path);
+    let (began, wait) = (Instant::now(), Duration::from_millis(200));
+    let error = under_a_timer(|| Stream::connect_within(&path, wait).expect_err("no room"));
+    assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+    let took = began.elapsed();
+    assert!(took >= wait && took < SIGNALS_FOR, "{took:?}");
     std::fs::remove_dir_all(folder).expect("clean");
 }

@@ -88,7 +88,7 @@ struct Client {
 
 impl Client {
     fn attach(socket: &Path, nonce_page: Option<Area>) -> io::Result<Self> {
-        let stream = Stream::connect(socket)?;
+        let stream = Stream::connect_within(socket, std::time::Duration::from_secs(10))?;
         let is_child = nonce_page.is_some();
         stream.send_with_fds(if is_child { b"child" } else { b"hello" }, &[])?;
         let mut buffer = [0; 64];
