@@ -4,7 +4,7 @@
 //! answer comes. Only an error in answer says that it does not and will not; everything else leaves helper
 //! and limbo as they are, and the next greeting tells.
 
-use super::talk::{Limit, open, readable, receive, send, unexpected};
+use super::talk::{Limit, greeting, open, readable, receive, send, unexpected};
 use super::{Owed, RESTART_WAIT, RETRY_NS_MIN, Session, nanoseconds};
 use crate::fds::{self, Fd};
 use crate::sandbox::{self, Deed};
@@ -136,10 +136,10 @@ pub(super) enum Greeted {
 
 /// Says hello.
 pub(super) fn greet(socket: &Path, role: Role, limit: Limit, packet: &mut [u8]) -> Result<Greeted> {
-    let stream = open(socket, limit.greeting_by(), limit.pid())?;
+    let by_ns = limit.greeting_by();
+    let stream = open(socket, by_ns, limit.pid())?;
     let hello = ToDaemon::Hello(Hello { version: tiermgr_wire::VERSION, role });
-    send(&stream, &hello, &[], packet)?;
-    match receive(&stream, limit.pid(), packet)? {
+    match greeting(&stream, &hello, by_ns, limit.pid(), packet)? {
         (FromDaemon::Ready, given) => Ok(Greeted::Known(stream, given)),
         (FromDaemon::Welcome(welcome), given) => {
             Ok(Greeted::Invited(Invitation { stream, welcome, given }))

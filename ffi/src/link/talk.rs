@@ -19,6 +19,11 @@ const CONNECT_SLICE: Duration = Duration::from_millis(10);
 /// Between two looks where it may not poll.
 const PEEK_NS: u64 = 1_000_000;
 
+const UNGREETED: Error = Error::new(
+    Status::ConnectionLost,
+    "the daemon does not greet; see its log, whether it is overloaded or stopped",
+);
+
 /// How long an attempt waits for the daemon, from its greeting to its answer to an `Attach`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limit {
@@ -143,6 +148,29 @@ pub(super) fn receive(
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(ended("waiting for the daemon", &error)),
         }
+    }
+}
+
+/// Says hello for the process `pid`, and waits for the greeting until then. A child that a signal handler forks
+/// meanwhile leaves both to its parent.
+pub(super) fn greeting(
+    stream: &Stream,
+    hello: &ToDaemon,
+    by_ns: u64,
+    pid: i32,
+    packet: &mut [u8],
+) -> Result<(FromDaemon, Vec<OwnedFd>)> {
+    {
+        let _undisturbed = Undisturbed::new();
+        if !fds::is_settled(pid) {
+            return Err(FORKED);
+        }
+        send(stream, hello, &[], packet)?;
+    }
+    match heard(stream, Some(left(by_ns)), pid) {
+        Heard::Something => take(stream, pid, packet).unwrap_or(Err(FORKED)),
+        Heard::Elsewhere => Err(FORKED),
+        Heard::Nothing => Err(UNGREETED),
     }
 }
 

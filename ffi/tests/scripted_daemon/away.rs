@@ -1,6 +1,8 @@
 //! A daemon that is there and takes no notice: what asks it ends within its limit.
 
-use super::{Scripted, says_child};
+use super::{Manner, Scripted, says_child};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 use tiermgr::client::Client;
 use tiermgr::status::Status;
@@ -9,12 +11,18 @@ use tiermgr::status::Status;
 const MUCH: usize = 100 << 20;
 /// Far more than any of the limits.
 const GENEROUS: Duration = Duration::from_secs(15);
+/// Between two signals of a timer: less than any of the limits.
+const TICK: Duration = Duration::from_millis(20);
 
 /// Neither `free` nor a request that waits for a restart hangs.
-fn expect_ends(client: &Client, block: usize, kept: usize) {
-    let began = Instant::now();
-    client.free(block).expect("live");
-    assert!(began.elapsed() < GENEROUS, "free: {:?}", began.elapsed());
+fn expect_ends(client: &Client, blocks: [usize; 2], kept: usize) {
+    // The first finds that the connection has ended. A moment later the next looks for the daemon.
+    for block in blocks {
+        let began = Instant::now();
+        client.free(block).expect("live");
+        assert!(began.elapsed() < GENEROUS, "free: {:?}", began.elapsed());
+        thread::sleep(Duration::from_millis(20));
+    }
     let began = Instant::now();
     let error = client.prefetch(kept, 4096).expect_err("nobody answers");
     assert!(began.elapsed() < GENEROUS, "{:?}", began.elapsed());
@@ -26,15 +34,57 @@ fn a_daemon_that_accepts_nobody_is_away() {
     let Some(daemon) = Scripted::new("accepts-nobody") else { return };
     let client = daemon.client();
     let kept = client.allocate(1 << 20, 4096).expect("a block").address;
-    let block = client.allocate(MUCH, 4096).expect("a block").address;
+    let blocks = [(); 2].map(|()| client.allocate(MUCH, 4096).expect("a block").address);
     daemon.close();
     daemon.book.vanish();
-    expect_ends(&client, block, kept);
+    expect_ends(&client, blocks, kept);
     let error = Client::connect(daemon.config()).expect_err("nobody accepts");
     assert_eq!(error.status, Status::ConnectionLost, "{error}");
     assert!(error.message.contains("takes no connection"), "{error}");
     assert_eq!(daemon.book.seen(says_child), 0);
     daemon.open();
+    client.prefetch(kept, 4096).expect("it is back");
+    client.disconnect().expect("quiet");
+}
+
+extern "C" fn ignore(_signal: libc::c_int) {}
+
+/// Calls `inside`, and a signal handler on this thread again and again meanwhile; not for ever.
+fn under_a_timer(inside: impl FnOnce()) {
+    // SAFETY: zeros are a valid `sigaction`.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    action.sa_sigaction = ignore as *const () as usize;
+    action.sa_flags = libc::SA_RESTART;
+    // SAFETY: the handler is a function of the kind that it is installed as.
+    let set = unsafe { libc::sigaction(libc::SIGUSR2, &raw const action, std::ptr::null_mut()) };
+    assert_eq!(set, 0);
+    // SAFETY: no preconditions.
+    let own = unsafe { libc::pthread_self() };
+    let (is_over, began) = (AtomicBool::new(false), Instant::now());
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::SeqCst) && began.elapsed() < 2 * GENEROUS {
+                // SAFETY: the thread waits for this one.
+                assert_eq!(unsafe { libc::pthread_kill(own, libc::SIGUSR2) }, 0);
+                thread::sleep(TICK);
+            }
+        });
+        inside();
+        is_over.store(true, Ordering::SeqCst);
+    });
+}
+
+#[test]
+fn a_greeting_that_does_not_come_is_waited_for_in_time_under_a_timer() {
+    let Some(daemon) = Scripted::new("ungreeted-timer") else { return };
+    let client = daemon.client();
+    let kept = client.allocate(1 << 20, 4096).expect("a block").address;
+    let blocks = [(); 2].map(|()| client.allocate(MUCH, 4096).expect("a block").address);
+    daemon.book.behave(Manner::SaysNothing);
+    daemon.book.vanish();
+    under_a_timer(|| expect_ends(&client, blocks, kept));
+    assert!(daemon.book.seen(says_child) >= 2, "it was not asked");
+    daemon.book.behave(Manner::Polite);
     client.prefetch(kept, 4096).expect("it is back");
     client.disconnect().expect("quiet");
 }

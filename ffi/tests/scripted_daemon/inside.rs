@@ -1,7 +1,7 @@
 //! Signal handlers that fork while their thread speaks to the daemon: the parent gets its answer, and the child asks
 //! for itself.
 
-use super::{Act, Scripted, is_discard, says_child};
+use super::{Act, Manner, Scripted, is_discard, says_child};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU32, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -14,6 +14,8 @@ const MUCH: usize = 100 << 20;
 
 /// What the handler does.
 static IS_RAW: AtomicBool = AtomicBool::new(false);
+/// The child goes on long before its parent does.
+static LINGERS: AtomicBool = AtomicBool::new(false);
 /// Whose memory the child takes in the handler.
 static TAKES_FROM: AtomicPtr<Client> = AtomicPtr::new(std::ptr::null_mut());
 
@@ -38,6 +40,8 @@ extern "C" fn fork_here(_signal: libc::c_int) {
             let taken = client.allocate(MUCH, 4096).map_or(0, |block| block.address);
             TAKEN.store(taken, Ordering::SeqCst);
         }
+    } else if LINGERS.load(Ordering::SeqCst) {
+        thread::sleep(Duration::from_millis(100));
     }
     CHILD.store(pid, Ordering::SeqCst);
 }
@@ -232,6 +236,28 @@ fn a_child_that_is_forked_before_its_parent_is_accepted_connects_for_itself() {
         |outcome| i32::from(outcome.is_err()),
     )
     .expect("the parent is served");
+    assert_eq!(daemon.book.seen(says_child), 2, "each says hello once");
+    client.prefetch(block, 4096).expect("and goes on");
+    client.disconnect().expect("quiet");
+}
+
+/// In its parent's place it would take that one's greeting.
+#[test]
+fn a_child_that_is_forked_before_its_parent_is_greeted_leaves_the_greeting_to_it() {
+    let Some(daemon) = Scripted::new("ungreeted-inside") else { return };
+    let client = daemon.client();
+    let block = client.allocate(1 << 20, 4096).expect("a block").address;
+    daemon.book.behave(Manner::GreetsOnCue);
+    daemon.book.vanish();
+    LINGERS.store(true, Ordering::SeqCst);
+    forked_inside(
+        || daemon.book.seen(says_child) == 1,
+        || daemon.book.go_on(),
+        || client.prefetch(block, 4096),
+        |outcome| i32::from(outcome.is_err()),
+    )
+    .expect("the parent is served");
+    LINGERS.store(false, Ordering::SeqCst);
     assert_eq!(daemon.book.seen(says_child), 2, "each says hello once");
     client.prefetch(block, 4096).expect("and goes on");
     client.disconnect().expect("quiet");

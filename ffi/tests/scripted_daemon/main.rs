@@ -45,11 +45,13 @@ enum Manner {
     ClosesAtOnce,
     SaysNothing,
     GreetsLate,
+    /// When the test says so.
+    GreetsOnCue,
 }
 
 const GREETED_LATE: Duration = Duration::from_millis(1500);
 
-const MANNERS: [Manner; 8] = [
+const MANNERS: [Manner; 9] = [
     Manner::Polite,
     Manner::Refuses,
     Manner::TalksNonsense,
@@ -58,6 +60,7 @@ const MANNERS: [Manner; 8] = [
     Manner::ClosesAtOnce,
     Manner::SaysNothing,
     Manner::GreetsLate,
+    Manner::GreetsOnCue,
 ];
 
 /// What becomes of a request of an attached program.
@@ -118,6 +121,12 @@ impl Book {
     fn go_on(&self) {
         *self.goes_on.0.lock().expect("not poisoned") = true;
         self.goes_on.1.notify_all();
+    }
+
+    fn wait_for_cue(&self) {
+        let (goes_on, bell) = &self.goes_on;
+        let goes_on = goes_on.lock().expect("not poisoned");
+        drop(bell.wait_while(goes_on, |goes_on| !*goes_on).expect("not poisoned"));
     }
 
     /// The start of the range that was to be added last.
@@ -231,11 +240,7 @@ fn serve(stream: &Stream, book: &Book, device: &DeviceFd) {
                 book.vanish();
                 return;
             }
-            Act::Stall => {
-                let (goes_on, bell) = &book.goes_on;
-                let goes_on = goes_on.lock().expect("not poisoned");
-                drop(bell.wait_while(goes_on, |goes_on| !*goes_on).expect("not poisoned"));
-            }
+            Act::Stall => book.wait_for_cue(),
         }
         let reply = match message {
             ToDaemon::Hello(hello) => {
@@ -252,8 +257,10 @@ fn serve(stream: &Stream, book: &Book, device: &DeviceFd) {
                     }
                     _ => RingOwner::create().expect("a ring"),
                 };
-                if manner == Manner::GreetsLate {
-                    thread::sleep(GREETED_LATE);
+                match manner {
+                    Manner::GreetsLate => thread::sleep(GREETED_LATE),
+                    Manner::GreetsOnCue => book.wait_for_cue(),
+                    _ => {}
                 }
                 if let Role::ForkedChild { lacks_arena, .. } = hello.role {
                     let served = book.served.lock().expect("not poisoned");

@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tiermgr_sys::sock::Stream;
 use tiermgr_wire::control::{ControlReply, ControlRequest, ROWS_MAX, Status};
 use tiermgr_wire::hello::{Hello, Role};
@@ -164,10 +164,20 @@ impl Link {
     }
 
     fn receive(&self, patience: Option<Duration>) -> Result<FromDaemon, ConnectError> {
-        self.stream.set_recv_timeout(patience).map_err(ConnectError::Broken)?;
+        let began = Instant::now();
         let mut packet = vec![0; PACKET_BYTES_MAX];
-        let (len, _no_fds) =
-            self.stream.recv_with_fds(&mut packet).map_err(ConnectError::Broken)?;
+        let len = loop {
+            // None at all would be refused.
+            let left = patience
+                .map(|whole| whole.saturating_sub(began.elapsed()).max(Duration::from_millis(1)));
+            self.stream.set_recv_timeout(left).map_err(ConnectError::Broken)?;
+            match self.stream.recv_with_fds(&mut packet) {
+                Ok((len, _no_fds)) => break len,
+                // This program was stopped, and goes on.
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(ConnectError::Broken(error)),
+            }
+        };
         let received = packet.get(..len).unwrap_or(&packet);
         if received.is_empty() {
             return Err(ConnectError::Broken(io::ErrorKind::UnexpectedEof.into()));

@@ -125,6 +125,7 @@ impl Session<'_> {
             let (len, fds) = match stream.recv_with_fds(&mut packet) {
                 Ok((0, _)) => return Ok(()),
                 Ok(received) => received,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) if error.kind() == io::ErrorKind::InvalidData => {
                     let refused = Refused::closing(
                         ErrorCode::Protocol,

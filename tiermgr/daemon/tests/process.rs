@@ -235,6 +235,32 @@ fn a_store_in_memory_is_refused_and_the_maker_is_told() {
     assert!(told.contains("tmpfs") && told.ends_with('\n') && told.lines().count() == 1, "{told}");
 }
 
+/// What comes of a wait for a message is then that it was interrupted, also without a handler.
+#[test]
+fn a_handshake_goes_on_where_the_daemon_was_stopped() {
+    if !can_serve() {
+        return;
+    }
+    let mut daemon = Daemon::start("stopped");
+    let begun = daemon.connect();
+    let pid = daemon.status().daemon_pid;
+    kill(Pid::from_raw(pid), Signal::SIGSTOP).unwrap();
+    let deadline = Instant::now() + PATIENCE;
+    while !fs::read_to_string(format!("/proc/{pid}/stat")).unwrap().contains(") T ") {
+        assert!(Instant::now() < deadline, "it is not stopped");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    kill(Pid::from_raw(pid), Signal::SIGCONT).unwrap();
+    // Others are served, so that it goes on.
+    assert_eq!(daemon.status().daemon_pid, pid);
+    let hello = Hello { version: tiermgr_wire::VERSION, role: Role::Control };
+    send(&begun, &ToDaemon::Hello(hello));
+    assert_eq!(receive(&begun), Some(FromDaemon::Ready));
+    drop(begun);
+    kill(daemon.keeper_pid(), Signal::SIGTERM).unwrap();
+    assert_eq!(daemon.wait(), Some(0));
+}
+
 #[test]
 fn a_second_daemon_leaves_the_first_alone() {
     if !can_serve() {

@@ -285,7 +285,8 @@ impl Stream {
     /// # Errors
     /// `InvalidData`: the message is longer than `buffer`, or brings more than [`FDS_MAX`] descriptors, or
     /// more than this process can have; what came is closed. EAGAIN: the time is up
-    /// ([`Stream::set_recv_timeout`]).
+    /// ([`Stream::set_recv_timeout`]). `Interrupted`: a signal handler was called, or the process was stopped
+    /// and goes on. Whoever tries again begins with the whole time anew.
     pub fn recv_with_fds(&self, buffer: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
         let mut control = Control([0; 128]);
         let mut vector =
@@ -295,21 +296,10 @@ impl Stream {
         header.msg_iovlen = 1;
         header.msg_control = (&raw mut control).cast();
         header.msg_controllen = CONTROL_LEN as _;
-        let len = loop {
-            // SAFETY: the header's pointers are to live, writable objects of the lengths given.
-            let n = unsafe {
-                libc::recvmsg(self.fd.as_raw_fd(), &raw mut header, libc::MSG_CMSG_CLOEXEC)
-            };
-            match usize::try_from(n) {
-                Ok(len) => break len,
-                Err(_negative) => {
-                    let error = io::Error::last_os_error();
-                    if error.kind() != io::ErrorKind::Interrupted {
-                        return Err(error);
-                    }
-                }
-            }
-        };
+        // SAFETY: the header's pointers are to live, writable objects of the lengths given.
+        let n =
+            unsafe { libc::recvmsg(self.fd.as_raw_fd(), &raw mut header, libc::MSG_CMSG_CLOEXEC) };
+        let len = usize::try_from(n).map_err(|_negative| io::Error::last_os_error())?;
         // First of all, so that nothing leaks on the way out.
         let fds = take_fds(&header);
         let lost_some = header.msg_flags & libc::MSG_CTRUNC != 0;

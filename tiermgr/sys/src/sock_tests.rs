@@ -171,3 +171,12 @@ fn a_connect_that_is_not_accepted_ends_under_a_timer() {
     assert!(took >= wait && took < SIGNALS_FOR, "{took:?}");
     std::fs::remove_dir_all(folder).expect("clean");
 }
+
+/// Whoever waits on decides how long.
+#[test]
+fn a_wait_for_a_message_ends_where_a_signal_handler_is_called() {
+    let (_a, b) = Stream::pair().expect("pair");
+    b.set_recv_timeout(Some(2 * SIGNALS_FOR)).expect("timeout");
+    let error = under_a_timer(|| b.recv_with_fds(&mut [0; 8]).expect_err("nothing was sent"));
+    assert_eq!(error.kind(), io::ErrorKind::Interrupted);
+}
