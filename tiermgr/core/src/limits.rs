@@ -23,7 +23,8 @@ pub const DEMAND_BUFFERS: u16 = 16;
 /// Small staging buffers of a family at least.
 pub const DEMAND_BUFFERS_LEAST: u16 = 4;
 
-// A write and a read ahead can be under way at once. Writes leave half of the small ones alone.
+// A write and a read ahead can be under way at once. Of the small ones one is for writes alone, and they
+// leave half of all.
 const _: () = assert!(STREAM_BUFFERS >= 2);
 const _: () = assert!(DEMAND_BUFFERS_LEAST >= 2 && DEMAND_BUFFERS_LEAST <= DEMAND_BUFFERS);
 // A mask of the extents of a chunk fits a `u32`.

@@ -6,7 +6,8 @@
 //! **Approach.** Faults and rescues use small buffers of the family's own. Large ones are asked for
 //! when there is work for them and given back at the end of the turn that finds none, or, where others
 //! wait, after one use. Whoever gets none in time writes through a small one, an extent at a time:
-//! slow, but waiting for nobody.
+//! slow, but waiting for nobody. One small buffer is kept for writes: where a memory cgroup is full, what
+//! faults have read stays in theirs until a write makes room.
 //! **Not here.** Who is lent what (the host), and what the numbers stand for.
 
 use crate::effect::{Buffer, Effect};
@@ -17,12 +18,17 @@ use crate::units::Tick;
 /// one lends it within a turn.
 const LOAN_GRACE_NS: u64 = 1_000_000;
 
+/// The small buffer that only writes take.
+const KEPT: u16 = 0;
+
 /// `free + busy == all` for each kind of buffer; all large ones are those that are lent.
 #[derive(Debug)]
 pub(super) struct Staging {
     /// How many small ones there are.
     demand: u16,
     free_demand: Vec<u16>,
+    /// The small one that only writes take is free.
+    kept_is_free: bool,
     free_stream: Vec<u16>,
     lent: u16,
     /// Used once, and others wait for them.
@@ -50,7 +56,8 @@ impl Staging {
     pub(super) fn new(demand: u16) -> Self {
         Self {
             demand,
-            free_demand: (0..demand).rev().collect(),
+            free_demand: (KEPT + 1..demand).rev().collect(),
+            kept_is_free: true,
             free_stream: Vec::new(),
             lent: 0,
             spent: Vec::new(),
@@ -92,7 +99,11 @@ impl Staging {
         if now < patience {
             return ForWrite::Later(patience);
         }
-        // Half of them stay for those that wait for a page.
+        if std::mem::take(&mut self.kept_is_free) {
+            return ForWrite::Extent(Buffer::Demand(KEPT));
+        }
+        // Half of them stay for those that wait for a page. Whoever has the kept one waits for the store alone,
+        // and gives it back.
         if self.free_demand.len() <= usize::from(self.demand / 2) {
             return ForWrite::Later(Tick::NEVER);
         }
@@ -114,6 +125,7 @@ impl Staging {
         match buffer {
             Buffer::Stream(n) if self.short => self.spent.push(n),
             Buffer::Stream(n) => self.free_stream.push(n),
+            Buffer::Demand(KEPT) => self.kept_is_free = true,
             Buffer::Demand(n) => self.free_demand.push(n),
         }
     }
@@ -152,7 +164,8 @@ impl Staging {
 
     /// Whether `busy` buffers account for all that are not free.
     pub(super) fn check(&self, busy: usize) -> Result<(), String> {
-        let free = self.free_stream.len() + self.spent.len() + self.free_demand.len();
+        let free_demand = self.free_demand.len() + usize::from(self.kept_is_free);
+        let free = self.free_stream.len() + self.spent.len() + free_demand;
         let all = usize::from(self.lent + self.demand);
         if busy + free == all { Ok(()) } else { Err(format!("{busy} + {free} of {all} buffers")) }
     }
@@ -161,7 +174,7 @@ impl Staging {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limits::DEMAND_BUFFERS;
+    use crate::limits::{DEMAND_BUFFERS, DEMAND_BUFFERS_LEAST};
 
     const NOW: Tick = Tick(5_000_000);
 
@@ -222,6 +235,28 @@ mod tests {
         assert_eq!(taken, DEMAND_BUFFERS / 2);
         assert!(staging.take_demand().is_some());
         assert_eq!(effects, [Effect::WantStream], "asked for once");
+    }
+
+    #[test]
+    fn who_waits_for_a_page_never_has_the_last_small_buffer() {
+        let (mut staging, mut effects) = (Staging::new(DEMAND_BUFFERS_LEAST), Vec::new());
+        let _ = staging.take_for_write(NOW, &mut effects);
+        let patience = NOW.after_ns(LOAN_GRACE_NS);
+        let taken: Vec<_> = std::iter::from_fn(|| staging.take_demand()).collect();
+        assert_eq!(taken.len(), usize::from(DEMAND_BUFFERS_LEAST) - 1);
+        for _ in 0..3 {
+            let ForWrite::Extent(buffer) = staging.take_for_write(patience, &mut effects) else {
+                panic!("a write waits for who waits for it");
+            };
+            assert_eq!(
+                staging.take_for_write(patience, &mut effects),
+                ForWrite::Later(Tick::NEVER)
+            );
+            assert_eq!(staging.check(taken.len() + 1), Ok(()));
+            staging.give_back(buffer);
+            assert_eq!(staging.take_demand(), None);
+        }
+        assert_eq!(staging.check(taken.len()), Ok(()));
     }
 
     #[test]

@@ -12,6 +12,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 
 mod forks;
+mod full;
 mod restarts;
 mod staging;
 
@@ -74,7 +75,7 @@ struct Machine {
     foreign_to: Option<ProcId>,
     /// Probes stay unanswered, as while a message is unread.
     holds_probes: bool,
-    /// How the next copies end; `None` stays unanswered. Further ones end well.
+    /// How the next copies end, those of zeros too; `None` stays unanswered. Further ones end well.
     copies: VecDeque<Option<(u64, IoctlOutcome)>>,
     /// Large buffers that are not lent.
     streams: Vec<u16>,
@@ -197,12 +198,8 @@ impl Machine {
             Effect::Protect { op, .. } | Effect::Probe { op, .. } => {
                 Event::Protected { op, outcome }
             }
-            Effect::Zero { op, to, .. } => Event::Copied { op, bytes: to.len, outcome },
-            Effect::Copy { op, from, .. } => {
-                let whole = Some((u64::from(from.len), outcome));
-                let (bytes, outcome) = self.copies.pop_front().unwrap_or(whole)?;
-                Event::Copied { op, bytes, outcome }
-            }
+            Effect::Zero { op, to, .. } => self.copied(op, to.len, outcome)?,
+            Effect::Copy { op, from, .. } => self.copied(op, u64::from(from.len), outcome)?,
             Effect::ReadMap { op, proc, at } => {
                 let present = self.maps.get(&(proc, at)).copied().unwrap_or_default();
                 Event::Mapped { op, present, known: !self.ended || proc != PROC }
@@ -229,6 +226,11 @@ impl Machine {
             }
             _ => return None,
         })
+    }
+
+    fn copied(&mut self, op: OpId, len: u64, outcome: IoctlOutcome) -> Option<Event> {
+        let (bytes, outcome) = self.copies.pop_front().unwrap_or(Some((len, outcome)))?;
+        Some(Event::Copied { op, bytes, outcome })
     }
 
     fn ask(&mut self, request: u64, what: Request) -> Option<Reply> {
