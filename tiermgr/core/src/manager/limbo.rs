@@ -59,7 +59,7 @@ impl<R: Records> Manager<R> {
         let id = shared.begin(space, Op { proc, at, kind: Kind::Rescue(rescue) });
         let region = &mut space.regions[index];
         Shared::<R>::lock(region, extent, id);
-        space.block(block).ops += 1;
+        space.block(block).rescued |= 1 << position(at);
         // The bytes are there twice until the limbo page is dropped.
         shared.gauges.reserved_pages += pages;
         self.issue(id, effects);
@@ -240,7 +240,7 @@ impl<R: Records> Manager<R> {
             return;
         };
         shared.staging.give_back(rescue.buffer);
-        space.block(rescue.block).ops -= 1;
+        space.block(rescue.block).rescued &= !(1 << position(at));
         shared.gauges.reserved_pages -= rescue.reserved_pages;
         if whole {
             leave_block(shared, space, rescue.block, at);
@@ -281,10 +281,11 @@ impl<R: Records> Manager<R> {
             };
             for index in 0..space.blocks.len() {
                 let block = space.blocks[index];
-                if block.stale == 0 || block.ops != 0 {
+                let stale = block.stale & !block.rescued;
+                if stale == 0 || block.ops != 0 {
                     continue;
                 }
-                let pieces = low_u32(runs(block.stale).count() as u64);
+                let pieces = low_u32(runs(stale).count() as u64);
                 if pieces > free {
                     break;
                 }
@@ -293,14 +294,15 @@ impl<R: Records> Manager<R> {
                     break;
                 };
                 // A block that holds nothing else goes in one stroke.
-                let spans: Vec<(u32, u32)> = if block.mask == 0 && !space.in_place {
-                    let first = block.stale.trailing_zeros();
-                    vec![(first, u32::BITS - block.stale.leading_zeros() - first)]
+                let holds_more = block.mask | block.rescued != 0;
+                let spans: Vec<(u32, u32)> = if !holds_more && !space.in_place {
+                    let first = stale.trailing_zeros();
+                    vec![(first, u32::BITS - stale.leading_zeros() - first)]
                 } else {
-                    runs(block.stale).collect()
+                    runs(stale).collect()
                 };
                 for (first, count) in spans {
-                    let mask = extent_mask(first, count) & block.stale;
+                    let mask = extent_mask(first, count) & stale;
                     let home = block.home.plus(u64::from(first) * EXTENT_BYTES);
                     let start = space.limbo_addr(number, home);
                     let kind = Kind::DropLimbo { block: number, mask };
@@ -460,7 +462,7 @@ pub(super) fn settle_block<R: Records>(
 ) {
     let now = shared.now;
     let entry = space.block(block);
-    if entry.ops != 0 {
+    if entry.ops != 0 || entry.mask == 0 && entry.rescued != 0 {
         return;
     }
     if entry.mask == 0 {

@@ -133,9 +133,11 @@ impl<R: Records> Manager<R> {
                 .filter(|s| s.has_helper && !s.gone && s.writes_rest_until <= now)
                 .filter(|s| !s.writes_no_more())
                 .filter_map(|s| {
-                    // A block may be empty already and wait only for a rescue to end.
-                    let mut held = s.resting.iter().filter(|b| s.blocks[b.0 as usize].mask != 0);
-                    let &block = held.next()?;
+                    // A block may wait only for rescues to end.
+                    let block = *s.resting.iter().find(|b| {
+                        let block = &s.blocks[b.0 as usize];
+                        block.mask & !block.rescued != 0
+                    })?;
                     Some((s.blocks[block.0 as usize].since, s.id, block))
                 })
                 .min();

@@ -198,8 +198,11 @@ pub(crate) struct Block {
     pub stale_pages: [u8; CHUNK_EXTENTS as usize],
     /// Of the stale ones, those whose drop has been ordered.
     pub dropping: u32,
-    /// Commands and reads of it in flight.
+    /// Commands and reads of it in flight, other than rescues.
     pub ops: u32,
+    /// Extents that are being rescued. What else is here does not wait for that: in a full memory cgroup a
+    /// rescue ends when something has left.
+    pub rescued: u32,
     /// In this stage since.
     pub since: Tick,
 }
@@ -214,6 +217,7 @@ impl Block {
         stale_pages: [0; CHUNK_EXTENTS as usize],
         dropping: 0,
         ops: 0,
+        rescued: 0,
         since: Tick(0),
     };
 

@@ -15,6 +15,15 @@ fn written(machine: &Machine) -> usize {
     machine.orders.iter().filter(|order| matches!(order, Effect::WriteSlots { .. })).count()
 }
 
+/// The copy that was ordered last.
+fn last_copy(machine: &Machine) -> OpId {
+    let copies = machine.orders.iter().rev().filter_map(|order| match *order {
+        Effect::Copy { op, .. } | Effect::Zero { op, .. } => Some(op),
+        _ => None,
+    });
+    copies.take(1).next().expect("no copy")
+}
+
 /// Room comes although what faults have read has all the buffers that it may have, and nobody lends any.
 #[test]
 fn a_write_finds_a_buffer_beside_all_that_wait_for_memory() {
@@ -31,5 +40,65 @@ fn a_write_finds_a_buffer_beside_all_that_wait_for_memory() {
     for _ in 0..3 {
         machine.pass();
     }
+    assert_eq!(written(&machine), 1, "{:?}", machine.manager.describe());
+}
+
+/// Three extents in one block of limbo, of which one is on its way back and finds no memory.
+fn rescuing() -> Machine {
+    let mut machine = Machine::new();
+    machine.turn(Event::SlotsGranted { first: SlotId(1), count: SEGMENT_SLOTS });
+    assert!(matches!(machine.add(1, BASE, 1), Some(Reply::Region(_))));
+    machine.turn(Event::Budget { bytes: 1 << 30 });
+    for n in 0..3 {
+        machine.touch(extent(n));
+    }
+    machine.turn(Event::Budget { bytes: 0 });
+    let moved = machine.command(|command| matches!(command, Command::Move { .. })).unwrap();
+    machine.turn(Event::Budget { bytes: 1 << 30 });
+    machine.carried_out(moved, 3 * EXTENT_BYTES);
+    assert_eq!(machine.manager.gauges().limbo_pages, 48);
+    machine.copies.push_back(None);
+    read(&mut machine, extent(0));
+    machine
+}
+
+#[test]
+fn what_lies_in_limbo_beside_a_rescue_leaves_without_it() {
+    let mut machine = rescuing();
+    machine.streams.clear();
+    machine.turn(Event::Budget { bytes: 0 });
+    machine.pass();
+    assert_eq!(written(&machine), 2, "an extent at a time");
+    let dropped = |first: u64, count: u64| {
+        let span = Span::new(LIMBO.plus(first * EXTENT_BYTES), count * EXTENT_BYTES);
+        move |command| command == Command::Drop(span)
+    };
+    let beside = machine.command(dropped(1, 2)).expect("they are not dropped");
+    machine.carried_out(beside, 2 * EXTENT_BYTES);
+    assert_eq!(machine.manager.gauges().parked_pages, 32);
+    let (op, bytes) = (last_copy(&machine), EXTENT_BYTES);
+    machine.turn(Event::Copied { op, bytes, outcome: IoctlOutcome::Done });
+    let emptied = machine.command(dropped(0, 1)).expect("what was rescued is left in limbo");
+    machine.carried_out(emptied, EXTENT_BYTES);
+    assert_eq!(machine.manager.gauges().limbo_pages + machine.manager.gauges().dropping_pages, 0);
+}
+
+/// Other blocks are written although the oldest waits for its rescue.
+#[test]
+fn a_block_that_waits_for_its_rescue_holds_up_no_other() {
+    let mut machine = Machine::new();
+    machine.turn(Event::SlotsGranted { first: SlotId(1), count: SEGMENT_SLOTS });
+    assert!(matches!(machine.add(1, BASE, 2), Some(Reply::Region(_))));
+    machine.touch(BASE);
+    machine.turn(Event::Budget { bytes: 1 << 30 });
+    let moved = machine.command(|command| matches!(command, Command::Move { .. })).unwrap();
+    machine.carried_out(moved, EXTENT_BYTES);
+    machine.copies.push_back(None);
+    read(&mut machine, BASE);
+    let beside = BASE.plus(CHUNK_BYTES);
+    machine.touch(beside);
+    machine.turn(Event::Budget { bytes: 0 });
+    let moved = machine.command(|command| matches!(command, Command::Move { .. })).unwrap();
+    machine.carried_out(moved, EXTENT_BYTES);
     assert_eq!(written(&machine), 1, "{:?}", machine.manager.describe());
 }
