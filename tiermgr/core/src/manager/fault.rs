@@ -2,7 +2,7 @@
 
 use super::op::{ArmThen, Fill, Kind, Op, Piece, Prepare, Zero};
 use super::shared::Shared;
-use super::space::{Region, first_run, page_mask};
+use super::space::{Region, Space, first_run, page_mask};
 use super::{Manager, Waiting};
 use crate::effect::Effect;
 use crate::event::IoctlOutcome;
@@ -384,6 +384,10 @@ impl<R: Records> Manager<R> {
             }
             IoctlOutcome::NoRange if zero.piece.len - bytes > page_bytes => {
                 zero.piece.len = page_bytes;
+            }
+            // Memory may come only from what a held process has, which stays until nothing of it is under way.
+            IoctlOutcome::NoMemory if self.spaces.get(&proc).is_none_or(Space::is_held) => {
+                give_up = true;
             }
             IoctlOutcome::EventsPending | IoctlOutcome::NoMemory => {}
             // This page is mapped no longer; the others of the extent may be.

@@ -376,6 +376,7 @@ impl<R: Records> Manager<R> {
         let Some(piece) = fill.piece else {
             return;
         };
+        let held = self.spaces.get(&proc).is_none_or(Space::is_held);
         let page_bytes = self.shared.page_bytes();
         let bytes = bytes.min(piece.len);
         let event = if fill.write { PageEvent::FilledDirty } else { PageEvent::FilledClean };
@@ -399,6 +400,11 @@ impl<R: Records> Manager<R> {
             IoctlOutcome::EventsPending => {
                 self.set_fill_piece(id, piece, bytes, piece.len - bytes);
                 self.retry_later(id, 0);
+                return;
+            }
+            // Memory may come only from what a held process has, which stays until nothing of it is under way.
+            IoctlOutcome::NoMemory if held => {
+                self.cancel_fill(id, effects);
                 return;
             }
             IoctlOutcome::NoMemory => {

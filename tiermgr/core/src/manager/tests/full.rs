@@ -3,6 +3,8 @@
 
 use super::*;
 
+const NO_MEMORY: Option<(u64, IoctlOutcome)> = Some((0, IoctlOutcome::NoMemory));
+
 fn extent(n: u64) -> Addr {
     BASE.plus(n * EXTENT_BYTES)
 }
@@ -101,4 +103,22 @@ fn a_block_that_waits_for_its_rescue_holds_up_no_other() {
     let moved = machine.command(|command| matches!(command, Command::Move { .. })).unwrap();
     machine.carried_out(moved, EXTENT_BYTES);
     assert_eq!(written(&machine), 1, "{:?}", machine.manager.describe());
+}
+
+/// Memory of a process that has ended is given back with it: what waits for memory must not keep it.
+#[test]
+fn a_process_ends_that_waits_for_memory() {
+    for state in [PageState::Parked, PageState::Absent] {
+        let mut machine = with_parked();
+        machine.record(BASE, PageStates::all(state, 16));
+        machine.copies = [NO_MEMORY, NO_MEMORY].into();
+        read(&mut machine, BASE);
+        machine.turn(Event::ProcGone { proc: PROC });
+        for _ in 0..2 {
+            machine.now = machine.now.after_ns(1_000_000);
+            machine.copies.push_back(NO_MEMORY);
+            machine.turn(Event::TimerFired);
+        }
+        assert!(machine.orders.contains(&Effect::Release { proc: PROC }), "{state:?}");
+    }
 }
