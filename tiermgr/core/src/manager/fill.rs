@@ -402,8 +402,9 @@ impl<R: Records> Manager<R> {
                 self.retry_later(id, 0);
                 return;
             }
-            // Memory may come only from what a held process has, which stays until nothing of it is under way.
-            IoctlOutcome::NoMemory if held => {
+            // Memory may come only from what a held process has, which stays until nothing of it is under way;
+            // and nobody waits for a read ahead: whoever does by now is woken, and asks again.
+            IoctlOutcome::NoMemory if held || !fill.demand => {
                 self.cancel_fill(id, effects);
                 return;
             }

@@ -122,3 +122,22 @@ fn a_process_ends_that_waits_for_memory() {
         assert!(machine.orders.contains(&Effect::Release { proc: PROC }), "{state:?}");
     }
 }
+
+#[test]
+fn a_read_ahead_that_finds_no_memory_keeps_no_buffer() {
+    let mut machine = with_parked();
+    machine.record(extent(1), PageStates::all(PageState::Parked, 16));
+    machine.turn(Event::Budget { bytes: 1 << 30 });
+    machine.copies.push_back(None);
+    machine.ask(2, Request::Prefetch { span: Span::new(BASE, 2 * EXTENT_BYTES) });
+    assert!(machine.streams.len() < usize::from(crate::limits::STREAM_BUFFERS));
+    // Somebody comes to wait for what is on its way.
+    read(&mut machine, extent(1));
+    let op = last_copy(&machine);
+    machine.turn(Event::Copied { op, bytes: 0, outcome: IoctlOutcome::NoMemory });
+    assert_eq!(machine.streams.len(), usize::from(crate::limits::STREAM_BUFFERS));
+    let wake = Effect::Wake { proc: PROC, span: Span::new(extent(1), EXTENT_BYTES) };
+    assert!(machine.orders.contains(&wake), "nobody tells who waits to ask again");
+    read(&mut machine, extent(1));
+    assert_eq!(machine.manager.state_of(PROC, extent(1)), Some(PageState::Clean));
+}
