@@ -389,10 +389,11 @@ impl<R: Records> Manager<R> {
         }
     }
 
-    /// Puts the outcome of an ioctl where it proves something: without EAGAIN, no FORK was pending.
+    /// Puts the outcome of an ioctl where it proves something: without EAGAIN, no FORK was pending. Where
+    /// memory was short the host may not have asked the kernel at all.
     fn note_proof(&mut self, id: OpId, outcome: IoctlOutcome) {
         if let Some(op) = self.shared.ops.get(id)
-            && outcome != IoctlOutcome::EventsPending
+            && !matches!(outcome, IoctlOutcome::EventsPending | IoctlOutcome::NoMemory)
         {
             self.shared.slots.proven(op.proc, id);
             if let Some(space) = self.spaces.get_mut(&op.proc) {

@@ -141,3 +141,20 @@ fn a_read_ahead_that_finds_no_memory_keeps_no_buffer() {
     read(&mut machine, extent(1));
     assert_eq!(machine.manager.state_of(PROC, extent(1)), Some(PageState::Clean));
 }
+
+/// The host refuses a copy without asking the kernel, which might have told of a fork.
+#[test]
+fn a_copy_that_found_no_memory_proves_nothing_about_forks() {
+    let mut machine = with_parked();
+    let span = Span::new(extent(4), EXTENT_BYTES);
+    machine.copies = [NO_MEMORY, None].into();
+    let space = machine.manager.spaces.get_mut(&PROC).unwrap();
+    space.zapped.push((OpId(1), span));
+    read(&mut machine, BASE);
+    let zapped = |machine: &Machine| machine.manager.spaces[&PROC].zapped.len();
+    assert_eq!(zapped(&machine), 1, "a fork may have seen what was zapped");
+    machine.pass();
+    let op = last_copy(&machine);
+    machine.turn(Event::Copied { op, bytes: EXTENT_BYTES, outcome: IoctlOutcome::Done });
+    assert_eq!(zapped(&machine), 0);
+}
