@@ -251,6 +251,9 @@ impl World {
         if self.procs[index].mm.layout.limbo_span().contains(to) {
             self.broken("nothing outside", format!("a copy into limbo at {to:?}"));
         }
+        if !self.group_takes(generations.len()) {
+            return (0, IoctlOutcome::NoMemory);
+        }
         // A layout change is looked for before memory is.
         let changing = self.procs[index].mm.changing > 0;
         if !changing && self.goes_wrong(self.scenario.faults.copy_no_memory) {

@@ -11,6 +11,7 @@
 
 pub mod checkers;
 pub mod client;
+mod group;
 pub mod helper;
 pub mod host;
 pub mod kernel;

@@ -99,11 +99,13 @@ pub enum Bias {
     DeadStore,
     /// Forks whose messages come after those of later unmaps.
     Unmaps,
+    /// A memory cgroup smaller than the share of DRAM, and others who have all large buffers.
+    FullGroup,
 }
 
 impl Bias {
     /// All but none.
-    pub const ALL: [Self; 3] = [Self::Ends, Self::DeadStore, Self::Unmaps];
+    pub const ALL: [Self; 4] = [Self::Ends, Self::DeadStore, Self::Unmaps, Self::FullGroup];
 
     /// The one with that name.
     #[must_use]
@@ -119,6 +121,8 @@ pub struct Scenario {
     pub layout: Layout,
     /// What the manager is told.
     pub config: ManagerConfig,
+    /// What the memory cgroup of the programs takes. The daemon learns of it when it is full.
+    pub group_bytes: u64,
     /// The budget moves between this and the first one.
     pub budget_min_bytes: u64,
     /// How often, in a thousand actions, an operator changes the budget.
@@ -184,6 +188,7 @@ impl Scenario {
         Self {
             layout,
             config,
+            group_bytes: u64::MAX,
             budget_min_bytes: rng.range(2, budget_chunks) * CHUNK_BYTES,
             budget_moves: rng.pick(&[0, 0, 2, 20]),
             segments: if plentiful { 32 } else { crate::low32(rng.range(1, 3)) },
@@ -224,12 +229,31 @@ impl Scenario {
                 self.habits.raw_unmap = 60;
                 self.threads = 3;
             }
+            Bias::FullGroup => return self.fill_group(),
         }
         self.procs_max = 5;
         self.habits.fork = 10;
         self.config.has_move = true;
         // Pages rest for long in limbo, where no slot has them.
         self.config.probation_ns = 10_000_000;
+    }
+
+    /// Room comes from what is written out, and from nothing else. Frames that a fork left shared leave only
+    /// as copies, for which there is no room.
+    const fn fill_group(&mut self) {
+        self.group_bytes = self.config.budget_bytes / 2;
+        self.config.demand_buffers = DEMAND_BUFFERS_LEAST;
+        self.streams = 0;
+        self.threads = 3;
+        // The least that a daemon gives: more blocks than rescues have buffers.
+        self.layout.limbo_chunks = 4;
+        // What cannot leave is not to fill the group.
+        self.segments = 32;
+        self.habits.pin = 0;
+        self.habits.dma = 0;
+        self.habits.drain = 0;
+        self.habits.fork = 0;
+        self.faults.helper_dies = 0;
     }
 
     /// A plain world in which nothing goes wrong: one process, two chunks of memory for six.
@@ -245,6 +269,7 @@ impl Scenario {
                 probation_ns: 1_000,
                 has_move: true,
             },
+            group_bytes: u64::MAX,
             budget_min_bytes: 3 * CHUNK_BYTES,
             budget_moves: 0,
             segments: 64,

@@ -85,6 +85,10 @@ pub struct World {
     pub forked_at: Option<u64>,
     /// DRAM of the family now.
     pub budget_bytes: u64,
+    /// What it would be with an empty memory cgroup.
+    pub(crate) share_bytes: u64,
+    /// The most that its memory cgroup has room for.
+    pub(crate) cap_bytes: u64,
     pub(crate) outbox: Vec<Event>,
     pub(crate) ops: BTreeSet<OpId>,
     pub(crate) requests: BTreeMap<RequestId, (usize, usize)>,
@@ -139,6 +143,8 @@ impl World {
             daemon_since: 0,
             forked_at: None,
             budget_bytes: scenario.config.budget_bytes,
+            share_bytes: scenario.config.budget_bytes,
+            cap_bytes: u64::MAX,
             outbox: Vec::new(),
             ops: BTreeSet::new(),
             requests: BTreeMap::new(),
@@ -437,11 +443,13 @@ impl World {
         if self.wants_room > 0 {
             self.wants_room = 0;
             let bytes = self.scenario.config.budget_bytes;
-            if self.budget_bytes < bytes && self.rng.chance(500) {
-                self.budget_bytes = bytes;
-                self.tell(Event::Budget { bytes });
+            if self.share_bytes < bytes && self.rng.chance(500) {
+                self.tell_budget(bytes);
                 return true;
             }
+        }
+        if self.look_at_group() {
+            return true;
         }
         if self.settling {
             return false;
@@ -453,8 +461,7 @@ impl World {
         if self.rng.chance(self.scenario.budget_moves) {
             let (low, high) = (self.scenario.budget_min_bytes, self.scenario.config.budget_bytes);
             let bytes = self.rng.range(low.min(high) >> 16, high >> 16) << 16;
-            self.budget_bytes = bytes;
-            self.tell(Event::Budget { bytes });
+            self.tell_budget(bytes);
             return true;
         }
         if self.goes_wrong(self.scenario.faults.ruin)
@@ -558,9 +565,8 @@ impl World {
         self.wants_slots = true;
         self.scenario.actors = [60, 30, 30, 20, 10, 10];
         self.scenario.actions_max = 24;
-        if self.budget_bytes < self.scenario.config.budget_bytes {
-            self.budget_bytes = self.scenario.config.budget_bytes;
-            self.tell(Event::Budget { bytes: self.budget_bytes });
+        if self.share_bytes < self.scenario.config.budget_bytes {
+            self.tell_budget(self.scenario.config.budget_bytes);
         }
     }
 
