@@ -2,7 +2,7 @@
 
 use super::op::{ArmThen, Fill, Kind, Op, Piece, Prepare, Zero};
 use super::shared::Shared;
-use super::space::{Region, Space, first_run, page_mask};
+use super::space::{Region, first_run, page_mask};
 use super::{Manager, Waiting};
 use crate::effect::Effect;
 use crate::event::IoctlOutcome;
@@ -374,6 +374,10 @@ impl<R: Records> Manager<R> {
             }
         }
         let mut give_up = false;
+        // Another one than whoever has the extent is for the helper: nobody else would wake it.
+        let is_whole = self.note(proc, at).is_some_and(|note| note.busy == id);
+        let space = self.spaces.get(&proc);
+        let ends = space.is_none_or(|s| s.gone || is_whole && s.is_held());
         match outcome {
             IoctlOutcome::Done => {}
             IoctlOutcome::Exists => {
@@ -386,9 +390,7 @@ impl<R: Records> Manager<R> {
                 zero.piece.len = page_bytes;
             }
             // Memory may come only from what a held process has, which stays until nothing of it is under way.
-            IoctlOutcome::NoMemory if self.spaces.get(&proc).is_none_or(Space::is_held) => {
-                give_up = true;
-            }
+            IoctlOutcome::NoMemory if ends => give_up = true,
             IoctlOutcome::EventsPending | IoctlOutcome::NoMemory => {}
             // This page is mapped no longer; the others of the extent may be.
             IoctlOutcome::NoRange => {

@@ -45,6 +45,9 @@ impl<R: Records> Manager<R> {
         let Some(piece) = next_limbo(shared, &space.regions[index], at) else {
             return Served::Yes;
         };
+        if !space.spares(block) {
+            return Served::NoBuffer;
+        }
         let Some(buffer) = shared.staging.take_demand() else {
             return Served::NoBuffer;
         };

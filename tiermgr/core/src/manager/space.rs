@@ -334,6 +334,14 @@ impl Space {
         }
     }
 
+    /// Whether a rescue from `block` leaves another one that nothing is rescued from, where there are several: short
+    /// of memory, rescues end when something has left, and what leaves goes through a block.
+    pub(crate) fn spares(&self, block: LimboBlock) -> bool {
+        let is_other = |index| index != usize::from(block.0);
+        let mut others = self.blocks.iter().enumerate().filter(|&(index, _)| is_other(index));
+        self.blocks.len() < 2 || others.any(|(_, other)| other.rescued == 0)
+    }
+
     /// Nothing new may begin: a fork is being followed, or the process is ending.
     pub(crate) fn is_held(&self) -> bool {
         self.unborn

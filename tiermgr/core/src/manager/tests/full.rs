@@ -158,3 +158,66 @@ fn a_copy_that_found_no_memory_proves_nothing_about_forks() {
     machine.turn(Event::Copied { op, bytes: EXTENT_BYTES, outcome: IoctlOutcome::Done });
     assert_eq!(zapped(&machine), 0);
 }
+
+fn moved(order: &Effect) -> Option<OpId> {
+    match *order {
+        Effect::Command { op, command: Command::Move { .. }, .. } => Some(op),
+        _ => None,
+    }
+}
+
+/// Rescues that wait for memory leave a block through which something can leave.
+#[test]
+fn rescues_leave_one_block_to_what_leaves() {
+    let mut machine = Machine::new();
+    machine.turn(Event::SlotsGranted { first: SlotId(1), count: SEGMENT_SLOTS });
+    assert!(matches!(machine.add(1, BASE, 4), Some(Reply::Region(_))));
+    let chunk = |n: u64| BASE.plus(n * CHUNK_BYTES);
+    machine.turn(Event::Budget { bytes: 1 << 30 });
+    (0..4).for_each(|n| machine.touch(chunk(n)));
+    machine.turn(Event::Budget { bytes: 0 });
+    machine.turn(Event::Budget { bytes: 1 << 30 });
+    let moves: Vec<OpId> = machine.orders.iter().filter_map(moved).collect();
+    for op in moves {
+        machine.carried_out(op, EXTENT_BYTES);
+    }
+    for n in 0..4 {
+        assert_eq!(machine.manager.state_of(PROC, chunk(n)), Some(PageState::LimboDirty));
+    }
+    machine.orders.clear();
+    let copies = |machine: &Machine| {
+        machine.orders.iter().filter(|order| matches!(order, Effect::Copy { .. })).count()
+    };
+    for n in 0..4 {
+        machine.copies.push_back(None);
+        read(&mut machine, chunk(n));
+    }
+    assert_eq!(copies(&machine), 3);
+    let (op, bytes) = (last_copy(&machine), EXTENT_BYTES);
+    machine.copies.clear();
+    machine.turn(Event::Copied { op, bytes, outcome: IoctlOutcome::Done });
+    assert_eq!(machine.manager.state_of(PROC, chunk(3)), Some(PageState::Dirty), "it had to wait");
+}
+
+/// The helper makes the pages of an extent exclusive, and faults on one that the program has just dropped.
+#[test]
+fn what_the_helper_waits_for_comes_in_a_held_process_too() {
+    let mut machine = Machine::new();
+    machine.add(1, BASE, 1);
+    let mut states = PageStates::default();
+    states.set(0, PageState::Dirty);
+    machine.record(BASE, states);
+    let space = machine.manager.spaces.get_mut(&PROC).unwrap();
+    let kind = op::Kind::Prepare(op::Prepare::Populating { rest: 0 });
+    let id = machine.manager.shared.begin(space, op::Op { proc: PROC, at: BASE, kind });
+    Shared::<Kept>::lock(space.region_at_mut(BASE).unwrap(), 0, id);
+    machine.turn(Event::Forked { parent: PROC, child: ProcId(2) });
+    machine.copies = [NO_MEMORY, None].into();
+    let at = BASE.plus(2 * PAGE);
+    machine.turn(Event::Faulted { proc: PROC, at, write: true, protected: false });
+    machine.orders.clear();
+    machine.now = machine.now.after_ns(2_000_000);
+    machine.turn(Event::TimerFired);
+    let zeros = |order: &Effect| matches!(*order, Effect::Zero { to, .. } if to.start == at);
+    assert!(machine.orders.iter().any(zeros), "the helper is left to wait");
+}
