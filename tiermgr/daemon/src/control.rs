@@ -111,6 +111,7 @@ fn status(daemon: &Daemon) -> Status {
         dram_limit_bytes: room.total,
         dram_granted_bytes: daemon.families().lent_bytes(),
         dram_own_bytes: room.kept,
+        own_peak_bytes: daemon.families().own_peak_bytes(),
         store_used_bytes: store.used_bytes,
         store_capacity_bytes: store.capacity_bytes,
         warnings,

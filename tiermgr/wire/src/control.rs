@@ -69,6 +69,8 @@ pub struct Status {
     pub dram_granted_bytes: u64,
     /// DRAM that the daemon keeps for itself, before anything is lent.
     pub dram_own_bytes: u64,
+    /// Most memory that the daemon was seen to have, its state files included, at looks a second apart.
+    pub own_peak_bytes: u64,
     /// Slots of the store that are in use, in bytes.
     pub store_used_bytes: u64,
     /// Capacity of the store.

@@ -17,6 +17,8 @@ const OWN_STEP_BYTES: u64 = 256 << 10;
 #[derive(Debug, Default)]
 pub(super) struct Own {
     bytes: u64,
+    /// Most that there ever was, without what is yet to come.
+    peak_bytes: u64,
     /// When that was last looked at.
     seen: Option<Instant>,
 }
@@ -45,6 +47,12 @@ impl Families {
         }
     }
 
+    /// Most that the daemon itself was seen to have in memory.
+    #[must_use]
+    pub fn own_peak_bytes(&self) -> u64 {
+        self.lock_own().peak_bytes
+    }
+
     fn lock_own(&self) -> MutexGuard<'_, Own> {
         self.own.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -53,7 +61,10 @@ impl Families {
         // Before what is in memory: what becomes of the one between the two looks is counted twice.
         let to_come = self.shared.staging.to_come_bytes();
         match own_resident_bytes(&self.shared.state_dir) {
-            Some(resident) => own.bytes = (resident + to_come).max(self.own_least),
+            Some(resident) => {
+                own.bytes = (resident + to_come).max(self.own_least);
+                own.peak_bytes = own.peak_bytes.max(resident);
+            }
             None => tracing::warn!("the daemon cannot see what it has in memory itself"),
         }
         own.seen = Some(Instant::now());

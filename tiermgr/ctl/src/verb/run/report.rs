@@ -52,7 +52,7 @@ pub(super) struct Report {
     totals: FamilyStats,
     /// Most memory that any one process of the run had, what tiermgr does not manage included.
     largest_process_peak_rss_bytes: u64,
-    /// Most memory that the serving process ever had.
+    /// Most memory that the serving process had, with its state files as seen about once a second.
     daemon_peak_rss_bytes: Option<u64>,
     /// Times that the daemon died and was started again.
     daemon_restarts: u32,
@@ -87,7 +87,10 @@ impl Report {
             warnings.insert(0, warning);
         } else if attached_processes == Some(0) && peak >= MATTERS_BYTES {
             warnings.insert(0, NONE_ATTACHED.to_owned());
-        } else if let Some(warning) = beyond(peak, status.dram_limit_bytes, args.small, args.mmap) {
+        } else if before.is_none()
+            && let Some(warning) = beyond(peak, status.dram_limit_bytes, args.small, args.mmap)
+        {
+            // Of a daemon that serves others too nobody knows what this program's share is.
             warnings.insert(0, warning);
         }
         Self {
@@ -101,7 +104,8 @@ impl Report {
             store_capacity_bytes: status.store_capacity_bytes,
             totals: same.map_or(status.totals, |before| since(&before.totals, &status.totals)),
             largest_process_peak_rss_bytes: peak,
-            daemon_peak_rss_bytes: proc::status_bytes(status.daemon_pid, "VmHWM"),
+            daemon_peak_rss_bytes: proc::status_bytes(status.daemon_pid, "VmHWM")
+                .map(|peak| peak.max(status.own_peak_bytes)),
             daemon_restarts: status
                 .restarts
                 .saturating_sub(before.map_or(0, |before| before.restarts)),
