@@ -1,7 +1,9 @@
 """Memory stays within the limit, as seen from outside every 10 ms; contents stay right meanwhile."""
 
 import contextlib
+import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -62,6 +64,23 @@ def test_a_cgroup_smaller_than_the_share_of_dram_is_parked_down_to(workload, fol
         assert client.returncode == 0, complaint
         assert box.oom_kills() == 0
         assert daemon.status()["totals"]["parked_pages"] >= 160 * MIB // PAGE
+
+
+def test_a_new_daemon_parks_down_to_a_cgroup_that_is_full(workload, folder):
+    with product.Daemon(folder, 512 * MIB, 1024 * MIB) as daemon, Box("full", 96 * MIB) as box:
+        client = box.popen([workload, "fill", "192", "4"], env=daemon.preloaded(),
+                           stderr=subprocess.PIPE, text=True)
+        try:
+            before = daemon.wait_for(lambda s: s["totals"]["recalled_pages"] > 10_000)
+            os.kill(before["daemon_pid"], signal.SIGKILL)
+            _, complaint = client.communicate(timeout=60)
+        finally:
+            client.kill()
+            client.communicate()
+        assert client.returncode == 0, complaint
+        assert box.oom_kills() == 0
+        after = daemon.status()
+        assert after["restarts"] == 1 and after["totals"]["parked_pages"] > 10_000, after
 
 
 def test_parent_and_child_of_a_fork_keep_their_own_bytes(run_bounded, workload, box):

@@ -78,6 +78,7 @@ impl LinuxHost {
         known.attach(prepared);
         self.state.procs.put(&known.entry);
         self.tell_ready(id, events);
+        self.join_cap(id);
         self.signal_for_lost_bytes(id, self.tick());
     }
 
@@ -86,14 +87,19 @@ impl LinuxHost {
         let Some(known) = self.procs.get(id) else { return };
         let Some(attached) = &known.attached else { return };
         events.push(Event::ProcReady { proc: id, limbo: attached.limbo });
-        if let Some(room) = attached.headroom.room() {
+        // An end is to be heard of also while faults leave no time to sleep.
+        self.arm_polls();
+        self.io.submit();
+    }
+
+    /// Bounds the family by what the cgroup of a process has room for, beside what is known to be touched.
+    pub(super) fn join_cap(&mut self, id: ProcId) {
+        let attached = self.procs.get(id).and_then(|known| known.attached.as_ref());
+        if let Some(room) = attached.and_then(|attached| attached.headroom.room()) {
             let share = self.config.share.budget();
             self.cap.joined(self.tick(), room, self.touched_bytes, share);
             self.tell_budget();
         }
-        // An end is to be heard of also while faults leave no time to sleep.
-        self.arm_polls();
-        self.io.submit();
     }
 
     /// Notes which children have got their parent's table. To be called between turns: within one, a

@@ -112,6 +112,8 @@ pub struct LinuxHost {
     pending: BTreeMap<RequestId, Pending>,
     stats_wanted: Vec<SyncSender<FamilyStats>>,
     explanation_wanted: bool,
+    /// Processes of an earlier daemon have not been bounded by their cgroups yet.
+    caps_due: bool,
     /// Processes whose messages an earlier daemon left.
     to_replay: Vec<ProcId>,
     /// Children that have not got their parent's table yet.
@@ -169,6 +171,7 @@ impl LinuxHost {
             pending: BTreeMap::new(),
             stats_wanted: Vec::new(),
             explanation_wanted: false,
+            caps_due: false,
             to_replay: Vec::new(),
             unborn: Vec::new(),
             slots_again: Tick::NEVER,
@@ -224,6 +227,12 @@ impl LinuxHost {
         self.used_bytes = bytes;
         self.touched_bytes = bytes.saturating_sub(credit_bytes);
         self.config.room.report(&self.config.share, bytes);
+        // What is there was not known when the processes were found.
+        if std::mem::take(&mut self.caps_due) {
+            for id in self.procs.live().to_vec() {
+                self.join_cap(id);
+            }
+        }
     }
 
     /// The state files.

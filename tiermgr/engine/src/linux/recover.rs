@@ -196,6 +196,7 @@ impl LinuxHost {
             }
         }
         self.to_replay = self.procs.live().to_vec();
+        self.caps_due = true;
         self.outcomes = events;
     }
 }
