@@ -348,6 +348,14 @@ impl<R: Records> Manager<R> {
         }
     }
 
+    /// Whether zeros are given up that find no memory: it may come only from what a held process has, which stays
+    /// until nothing of it is under way. Another operation than the one that has the extent is for the helper,
+    /// which nobody else would wake.
+    fn ends_without_memory(&self, id: OpId, proc: ProcId, at: Addr) -> bool {
+        let is_whole = self.note(proc, at).is_some_and(|note| note.busy == id);
+        self.spaces.get(&proc).is_none_or(|space| space.gone || is_whole && space.is_held())
+    }
+
     pub(super) fn on_zeroed(
         &mut self,
         id: OpId,
@@ -374,10 +382,6 @@ impl<R: Records> Manager<R> {
             }
         }
         let mut give_up = false;
-        // Another one than whoever has the extent is for the helper: nobody else would wake it.
-        let is_whole = self.note(proc, at).is_some_and(|note| note.busy == id);
-        let space = self.spaces.get(&proc);
-        let ends = space.is_none_or(|s| s.gone || is_whole && s.is_held());
         match outcome {
             IoctlOutcome::Done => {}
             IoctlOutcome::Exists => {
@@ -389,8 +393,7 @@ impl<R: Records> Manager<R> {
             IoctlOutcome::NoRange if zero.piece.len - bytes > page_bytes => {
                 zero.piece.len = page_bytes;
             }
-            // Memory may come only from what a held process has, which stays until nothing of it is under way.
-            IoctlOutcome::NoMemory if ends => give_up = true,
+            IoctlOutcome::NoMemory if self.ends_without_memory(id, proc, at) => give_up = true,
             IoctlOutcome::EventsPending | IoctlOutcome::NoMemory => {}
             // This page is mapped no longer; the others of the extent may be.
             IoctlOutcome::NoRange => {

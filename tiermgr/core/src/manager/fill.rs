@@ -376,7 +376,6 @@ impl<R: Records> Manager<R> {
         let Some(piece) = fill.piece else {
             return;
         };
-        let held = self.spaces.get(&proc).is_none_or(Space::is_held);
         let page_bytes = self.shared.page_bytes();
         let bytes = bytes.min(piece.len);
         let event = if fill.write { PageEvent::FilledDirty } else { PageEvent::FilledClean };
@@ -404,7 +403,9 @@ impl<R: Records> Manager<R> {
             }
             // Memory may come only from what a held process has, which stays until nothing of it is under way;
             // and nobody waits for a read ahead: whoever does by now is woken, and asks again.
-            IoctlOutcome::NoMemory if held || !fill.demand => {
+            IoctlOutcome::NoMemory
+                if !fill.demand || self.spaces.get(&proc).is_none_or(Space::is_held) =>
+            {
                 self.cancel_fill(id, effects);
                 return;
             }
