@@ -279,7 +279,7 @@ impl Config {
         );
         entry(
             "Programs, each with what it forks, that one user (other than root) may have attached. Each costs\n\
-             the daemon a thread and 1 MiB or more; there is room for 512 in all.",
+             the daemon a thread and 0.6 MiB or more; there is room for 512 in all.",
             "families_per_uid",
             self.families_per_uid.to_string(),
         );
