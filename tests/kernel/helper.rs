@@ -326,6 +326,7 @@ fn a_helper_keeps_the_memory_of_a_client_that_has_exited() {
     }
     let (ours, theirs) = sock::Stream::pair().expect("pair");
     let ring = RingOwner::create().expect("ring");
+    ring.begin_service();
     let given = Given::of(&ring);
     let area = Area::filled(4, 90);
     let client = fork(move || {
@@ -348,6 +349,27 @@ fn a_helper_keeps_the_memory_of_a_client_that_has_exited() {
     assert_eq!(answer(&mut ring).1, all(1));
     assert_eq!(area.read(2), 92, "our own copy is another one");
     ring.stop();
+    assert!(pidfd::wait(helper.as_fd(), Duration::from_secs(10)).expect("poll"));
+}
+
+/// A daemon that was killed over an attach knows of no helper to stop.
+#[test]
+fn a_helper_by_which_nobody_served_ends_with_its_client() {
+    let _begun = begin("unserved");
+    if userfaultfd(LIMBO).is_none() {
+        return;
+    }
+    let (ours, theirs) = sock::Stream::pair().expect("pair");
+    let given = Given::of(&RingOwner::create().expect("ring"));
+    let client = fork(move || {
+        let Some(helper) = given.spawn() else { return 1 };
+        i32::from(theirs.send_with_fds(&helper.pid().to_ne_bytes(), &[]).is_err())
+    });
+    let mut pid = [0; 4];
+    ours.recv_with_fds(&mut pid).expect("its pid");
+    let helper = pidfd::open(i32::from_ne_bytes(pid)).expect("pidfd");
+    assert_eq!(client.wait(), 0);
+    // A third of the time for which it would have kept the memory.
     assert!(pidfd::wait(helper.as_fd(), Duration::from_secs(10)).expect("poll"));
 }
 

@@ -423,6 +423,24 @@ def test_a_daemon_does_not_end_while_it_tries_to_take_up_a_family(folder, worklo
         assert program.returncode == 0 and out.endswith("right\n"), (out, err)
 
 
+def test_a_family_that_goes_on_is_taken_up_before_the_daemon_says_that_it_cannot_be(
+        folder, workload):
+    """Whoever asks for the end is told how it is now, not how it was at the last try."""
+    with product.Daemon(folder, DRAM, STORE) as daemon, Clients(daemon, workload) as clients:
+        program = clients.hold(128)
+        waiting, stopped = restart_in_a_move(daemon, program)
+        daemon.wait_for(lambda _: "cannot be taken up yet" in daemon.log_text())
+        signal_all(stopped, signal.SIGCONT)
+        os.kill(waiting["daemon_pid"], signal.SIGTERM)
+        # It is more than there is room for.
+        daemon.wait_for(lambda _: "not ended" in daemon.log_text())
+        refusal = next(line for line in daemon.log_text().splitlines() if "not ended" in line)
+        assert "does not fit into memory" in refusal, refusal
+        assert "of an earlier daemon" not in refusal, refusal
+        out, err = program.communicate("go\n", timeout=100)
+        assert program.returncode == 0 and out.endswith("right\n"), (out, err)
+
+
 def as_if_taken(helper):
     """Writes into the ring of a helper what stands there while it carries out a command
     (tiermgr/sys/src/ring.rs has the layout)."""

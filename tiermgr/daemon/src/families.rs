@@ -359,12 +359,13 @@ impl Families {
     /// begin.
     pub fn drain(&self) -> Result<(), Vec<String>> {
         self.lock().closed = true;
-        // Those that begin are nowhere else yet. It takes them milliseconds.
+        // Those that begin, or are about to be taken up, are nowhere else yet. It takes them milliseconds, mostly.
         let patience = Instant::now() + BEGIN_PATIENCE;
-        while !self.lock().beginning.is_empty() && Instant::now() < patience {
+        while self.lock().is_under_way() && Instant::now() < patience {
             thread::sleep(PLACE_PAUSE);
         }
-        // Also those whose taking up is being tried now.
+        // Why one could not be taken up a minute ago is no reason now.
+        self.retry_all_waiting();
         let mut reasons = self.not_taken_up();
         for family in self.list() {
             match family.executor.stop(true) {

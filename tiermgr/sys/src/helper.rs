@@ -7,8 +7,8 @@
 //! a seccomp filter that leaves it eight calls, and exit signal 0, so that the program's `wait` never sees
 //! it. It holds duplicates of the userfaultfds that no `close` of the program can reach.
 //!
-//! It also keeps the memory readable when the program exits right after a fork, until it is stopped, or for
-//! half a minute. After an *exec* of the program it would keep the old memory alive without noticing, for its
+//! It also keeps the memory of a program that was served readable when that exits right after a fork, until it is
+//! stopped, or for half a minute. After an *exec* of the program it would keep the old memory alive without noticing, for its
 //! parent stays the same process: the daemon sees the socket close (or [`crate::pidfd::same_memory`] say no)
 //! and stops the ring.
 //!

@@ -46,6 +46,8 @@ pub(crate) mod layout {
     pub(crate) const STOP: usize = 72;
     /// u32, 1 while the owner sleeps and wants the eventfd written.
     pub(crate) const OWNER_SLEEPS: usize = 128;
+    /// u32, 1 from when an executor serves the client: its memory may hold what others need.
+    pub(crate) const IN_SERVICE: usize = 132;
     /// u32, `STATE_*`.
     pub(crate) const HELPER_STATE: usize = 192;
     /// u32, the errno of a helper that could not start.
@@ -217,6 +219,8 @@ impl RingOwner {
         let map = Mapping::shared(memfd.as_fd(), layout::BYTES)?;
         let mut ring = Self::new(memfd, event, map, 0);
         ring.epoch = ring.head(layout::EPOCH).load(Ordering::SeqCst);
+        // Its owner may have been killed over saying so.
+        ring.begin_service();
         ring.new_epoch();
         Ok(ring)
     }
@@ -404,6 +408,12 @@ impl RingOwner {
         self.commands = [None; ENTRIES];
         self.oldest = 0;
         self.next = 0;
+    }
+
+    /// From now on the helper keeps the client's memory for a while when the client ends: until then nobody
+    /// else can need it, and a daemon that was killed over an attach knows of no helper to stop.
+    pub fn begin_service(&self) {
+        self.head(layout::IN_SERVICE).store(1, Ordering::SeqCst);
     }
 
     /// Tells the helper to end; the ring is of no use afterwards.

@@ -9,8 +9,8 @@ use crate::ring::{ENTRIES, layout};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use syscalls::{Sysno, raw};
 
-/// How long a helper keeps the memory of a client that has ended, when no daemon tells it to go. A forked
-/// child of that client may need pages that only this memory holds.
+/// How long a helper keeps the memory of a client that was served and has ended, when no daemon tells it to go. A
+/// forked child of that client may need pages that only this memory holds.
 const LINGER_NS: u64 = 30_000_000_000;
 /// How long a wait for a command is before the helper looks whether its client lives.
 const WAIT_NS: u64 = 100_000_000;
@@ -59,7 +59,7 @@ impl Loop {
         unsafe { AtomicU64::from_ptr(at.cast()) }
     }
 
-    /// Serves until it is told to stop, or the client has been gone for long.
+    /// Serves until it is told to stop, or the client has gone: for long, where anybody served it.
     pub(crate) fn run(&self) {
         let mut epoch = 0;
         let mut next = 0u32;
@@ -188,6 +188,9 @@ impl Loop {
         let parent = unsafe { raw::syscall0(Sysno::getppid as usize) };
         if parent == fd_arg(self.client) {
             return false;
+        }
+        if self.head(layout::IN_SERVICE).load(Ordering::SeqCst) == 0 {
+            return true;
         }
         let now = monotonic_ns();
         if *linger_until == 0 {

@@ -63,6 +63,11 @@ pub enum BeginError {
 }
 
 impl Inner {
+    /// Whether one begins, or is about to be taken up: it is served in a moment, or not at all.
+    pub(super) fn is_under_way(&self) -> bool {
+        !self.beginning.is_empty() || self.is_trying()
+    }
+
     pub(super) fn is_idle(&self) -> bool {
         self.families.is_empty() && self.waiting.is_empty() && self.beginning.is_empty()
     }

@@ -36,19 +36,28 @@ impl Waiting {
     }
 }
 
+/// One that is being tried: how long it has waited for that, and what came of the last try.
+type Tried = (u64, FamilyFacts, Duration, String);
+
 impl Inner {
-    /// Those whose next try has come, each with how long it has waited for it and what came of the last.
-    fn begin_tries(&mut self, now: Instant) -> Vec<(u64, FamilyFacts, Duration, String)> {
-        if self.closed {
-            return Vec::new();
-        }
-        let due =
-            self.waiting.iter_mut().filter(|waiting| waiting.next_try.is_some_and(|at| at <= now));
+    /// Those whose next try has come.
+    fn begin_due_tries(&mut self, now: Instant) -> Vec<Tried> {
+        if self.closed { Vec::new() } else { self.begin_tries(|at| at <= now) }
+    }
+
+    /// Those that nobody is trying now and whose next try `is_due`.
+    fn begin_tries(&mut self, is_due: impl Fn(Instant) -> bool) -> Vec<Tried> {
+        let due = self.waiting.iter_mut().filter(|waiting| waiting.next_try.is_some_and(&is_due));
         due.map(|waiting| {
             waiting.next_try = None;
             (waiting.number, waiting.facts.clone(), waiting.pause, waiting.error.clone())
         })
         .collect()
+    }
+
+    /// Whether one is being tried now.
+    pub(super) fn is_trying(&self) -> bool {
+        self.waiting.iter().any(|waiting| waiting.next_try.is_none())
     }
 
     fn end_try(&mut self, number: u64) {
@@ -133,12 +142,22 @@ impl Families {
         }
     }
 
-    /// Tries those again that could not be taken up.
+    /// Tries those again that could not be taken up and whose time has come.
     pub(super) fn retry_waiting(&self) {
-        let due = self.lock().begin_tries(Instant::now());
-        for (number, facts, pause, error) in due {
+        let due = self.lock().begin_due_tries(Instant::now());
+        self.retry(due, |pause| (pause * 2).min(RETRY_PAUSE_MAX));
+    }
+
+    /// Tries all of them again now: somebody waits for the outcome.
+    pub(super) fn retry_all_waiting(&self) {
+        let all = self.lock().begin_tries(|_| true);
+        self.retry(all, |pause| pause);
+    }
+
+    fn retry(&self, tried: Vec<Tried>, next_pause: impl Fn(Duration) -> Duration) {
+        for (number, facts, pause, error) in tried {
             let result = Executor::recover(self.executor_config(number, facts.class));
-            self.take_up(number, facts, result, (pause * 2).min(RETRY_PAUSE_MAX), &error);
+            self.take_up(number, facts, result, next_pause(pause), &error);
         }
     }
 
@@ -172,12 +191,14 @@ mod tests {
             pause: RETRY_PAUSE,
         });
         inner.closed = true;
-        assert!(inner.begin_tries(now).is_empty(), "the daemon is about to leave");
+        assert!(inner.begin_due_tries(now).is_empty(), "the daemon is about to leave");
         inner.closed = false;
-        let tried = inner.begin_tries(now);
+        assert!(inner.begin_due_tries(now - RETRY_PAUSE).is_empty(), "not yet");
+        assert!(!inner.is_trying());
+        let tried = inner.begin_due_tries(now);
         assert_eq!(tried.first().map(|&(number, ..)| number), Some(7));
-        assert!(inner.begin_tries(now).is_empty(), "once at a time");
-        assert!(!inner.is_idle() && inner.waiting.len() == 1);
+        assert!(inner.begin_tries(|_| true).is_empty(), "once at a time");
+        assert!(inner.is_trying() && !inner.is_idle() && inner.waiting.len() == 1);
         inner.end_try(7);
         assert!(inner.is_idle());
     }

@@ -259,6 +259,7 @@ impl Proc {
             ..self.entry
         };
         self.nonce_page = new.nonce_page;
+        new.ring.begin_service();
         self.attached = Some(Attached {
             pidfd: Some(new.pidfd),
             exited: false,
