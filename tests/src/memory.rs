@@ -7,6 +7,7 @@
 use crate::harness::skip;
 use std::io;
 use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use tiermgr_sys::abi;
 use tiermgr_sys::memory::{PageEntry, Pagemap};
 use tiermgr_sys::nowait;
@@ -42,8 +43,13 @@ impl Area {
         let len = length(pages * page_size());
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         let access = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice aliases nothing.
-        let base = unsafe { libc::mmap(std::ptr::null_mut(), len + ALIGN, access, flags, -1, 0) };
+        // Far below where the kernel looks first: a thread that starts would else put its signal stack into what a
+        // test unmaps, and means to map again.
+        static NEXT: AtomicUsize = AtomicUsize::new(1 << 44);
+        let hint = NEXT.fetch_add((len + ALIGN).next_multiple_of(1 << 30), Ordering::Relaxed);
+        let hint = std::ptr::without_provenance_mut(hint);
+        // SAFETY: a new mapping where there was none aliases nothing; without MAP_FIXED the address is a hint.
+        let base = unsafe { libc::mmap(hint, len + ALIGN, access, flags, -1, 0) };
         assert_ne!(base, libc::MAP_FAILED, "mmap: {}", io::Error::last_os_error());
         let start = base.expose_provenance().next_multiple_of(ALIGN);
         let area = Self { start: start as u64, pages };
