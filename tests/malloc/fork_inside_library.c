@@ -1,7 +1,7 @@
-/* Its constructor runs before that of a library in LD_PRELOAD: what it has called around a fork is called inside
- * of what that one has called. */
+/* What it has called around a fork is called inside of what a library in LD_PRELOAD has called, or, with
+ * FORK_OUTSIDE, outside of it. */
+#include "atfork_inside.h"
 #include <pthread.h>
-#include <stdlib.h>
 
 enum { PREPARE, PARENT, CHILD };
 
@@ -17,6 +17,8 @@ static void parent(void) { call(PARENT); }
 static void child(void) { call(CHILD); }
 
 __attribute__((constructor)) static void begin(void) {
-    if (pthread_atfork(prepare, parent, child) != 0)
+    if (!getenv("FORK_OUTSIDE"))
+        atfork_inside(prepare, parent, child);
+    else if (pthread_atfork(prepare, parent, child) != 0)
         abort();
 }

@@ -336,6 +336,7 @@ fn only_malloc_the_guards_calls_on_memory_and_a_table_are_exported() {
         return skip("dist/lib/libtiermgr_preload.so is not built; run scripts/build");
     }
     let wanted: BTreeSet<&str> = [
+        "__register_atfork",
         "aligned_alloc",
         "calloc",
         "close",

@@ -72,10 +72,40 @@ fn a_fork_that_is_interrupted_by_a_fork_ends_as_any_other() {
     let library = compile("cc", &[source("fork_inside_library.c")], "libfork-inside.so", &flags);
     let flags = [OsStr::new("-std=gnu11"), library.as_os_str()];
     let program = compile("cc", &[source("fork_inside.c")], "malloc-fork-inside", &flags);
-    let mut command = stage.command(&program);
-    if stage.expect_ok(command.env("SIZE", SIZE.to_string())) {
-        stage.expect_work(recalls_min());
+    for (name, value) in [("FORK_INSIDE", "1"), ("FORK_OUTSIDE", "1")] {
+        let mut command = stage.command(&program);
+        if stage.expect_ok(command.env("SIZE", SIZE.to_string()).env(name, value)) {
+            stage.expect_work(recalls_min());
+        }
     }
+}
+
+/// The handlers of a library that is older than the allocator wait for a thread that allocates. `more`: what else
+/// the program is linked with, older still.
+fn beside_an_older_library(name: &str, more: &[&OsStr]) {
+    let flags = ["-std=gnu11", "-shared", "-fPIC"].map(OsStr::new);
+    let library = compile("cc", &[source("fork_older_library.c")], "libfork-older.so", &flags);
+    let flags = ["-std=gnu11", "-Wl,--no-as-needed"].map(OsStr::new);
+    let flags = [&flags[..], &[library.as_os_str()], more].concat();
+    let program = compile("cc", &[source("fork_older.c")], name, &flags);
+    for small in ["0", "1"] {
+        let Some(stage) = Stage::new("fork-older", SIZE / 2, &[]) else { return };
+        stage.expect_ok(stage.command(&program).env("TIERMGR_SMALL", small));
+        stage.expect_work(0);
+    }
+}
+
+#[test]
+fn a_fork_waits_for_a_thread_that_allocates_in_an_older_library() {
+    beside_an_older_library("malloc-fork-older", &[]);
+}
+
+/// Under ours nobody takes them.
+#[test]
+fn forks_with_an_allocator_that_keeps_its_locks_across_them() {
+    let flags = ["-std=gnu11", "-shared", "-fPIC", "-fno-builtin"].map(OsStr::new);
+    let behind = compile("cc", &[source("locked_malloc.c")], "liblocked-malloc.so", &flags);
+    beside_an_older_library("malloc-fork-over-locks", &[behind.as_os_str()]);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 /* Loaded before the program begins: its handlers around fork run inside those of the allocator, and its
  * block is older than the allocator. The program frees it. */
 #include "check.h"
-#include <pthread.h>
+#include "atfork_inside.h"
 
 void *small_library_block;
 
@@ -16,5 +16,5 @@ static void allocate_some(void) {
 __attribute__((constructor)) static void begin(void) {
     small_library_block = need(100);
     fill(small_library_block, 96, 3);
-    CHECK(pthread_atfork(allocate_some, allocate_some, allocate_some) == 0);
+    atfork_inside(allocate_some, allocate_some, allocate_some);
 }

@@ -48,6 +48,7 @@
 //! | `TIERMGR_LOG` | `off`, `warn` (the default) or `info`: lines on standard error |
 
 mod answers;
+mod atfork;
 mod bootstrap;
 mod chunks;
 mod descriptors;

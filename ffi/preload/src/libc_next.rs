@@ -3,6 +3,7 @@
 //! `dlsym` may allocate, and so may whoever asks while it runs: until it has answered, callers are
 //! sent to [`crate::bootstrap`].
 
+use crate::atfork::Handler;
 use std::cell::UnsafeCell;
 use std::ffi::{CStr, c_int, c_ulong, c_void};
 use std::mem::MaybeUninit;
@@ -23,44 +24,54 @@ unsafe impl Sync for Found {}
 
 static FOUND: Found = Found(UnsafeCell::new(MaybeUninit::uninit()));
 
+pub(crate) type RegisterAtfork =
+    unsafe extern "C" fn(Handler, Handler, Handler, *mut c_void) -> c_int;
+
 macro_rules! next {
-    ($($field:ident = $symbol:literal: fn($($argument:ty),*) -> $result:ty;)*) => {
+    ($($find:ident { $($field:ident = $symbol:literal: fn($($argument:ty),*) -> $result:ty;)* })*) => {
         /// The functions behind ours. All are there.
         pub(crate) struct Next {
-            $(pub(crate) $field: unsafe extern "C" fn($($argument),*) -> $result,)*
+            $($(pub(crate) $field: unsafe extern "C" fn($($argument),*) -> $result,)*)*
         }
 
         fn look_up() -> Next {
             Next {
-                $($field: {
-                    let function = symbol($symbol);
-                    // SAFETY: `symbol` gave the address of the C function of that name, whose type
-                    // is this one.
+                $($($field: {
+                    let function = $find($symbol);
+                    // SAFETY: that is the address of the C function of that name, whose type is this one.
                     unsafe {
                         std::mem::transmute::<
                             *mut c_void,
                             unsafe extern "C" fn($($argument),*) -> $result,
                         >(function)
                     }
-                },)*
+                },)*)*
             }
         }
     };
 }
 
 next! {
-    malloc = c"malloc": fn(usize) -> *mut c_void;
-    calloc = c"calloc": fn(usize, usize) -> *mut c_void;
-    realloc = c"realloc": fn(*mut c_void, usize) -> *mut c_void;
-    free = c"free": fn(*mut c_void) -> ();
-    memalign = c"memalign": fn(usize, usize) -> *mut c_void;
-    posix_memalign = c"posix_memalign": fn(*mut *mut c_void, usize, usize) -> c_int;
-    aligned_alloc = c"aligned_alloc": fn(usize, usize) -> *mut c_void;
-    malloc_usable_size = c"malloc_usable_size": fn(*mut c_void) -> usize;
-    close = c"close": fn(c_int) -> c_int;
-    dup2 = c"dup2": fn(c_int, c_int) -> c_int;
-    dup3 = c"dup3": fn(c_int, c_int, c_int) -> c_int;
-    prctl = c"prctl": fn(c_int, c_ulong, c_ulong, c_ulong, c_ulong) -> c_int;
+    symbol {
+        malloc = c"malloc": fn(usize) -> *mut c_void;
+        calloc = c"calloc": fn(usize, usize) -> *mut c_void;
+        realloc = c"realloc": fn(*mut c_void, usize) -> *mut c_void;
+        free = c"free": fn(*mut c_void) -> ();
+        memalign = c"memalign": fn(usize, usize) -> *mut c_void;
+        posix_memalign = c"posix_memalign": fn(*mut *mut c_void, usize, usize) -> c_int;
+        aligned_alloc = c"aligned_alloc": fn(usize, usize) -> *mut c_void;
+        malloc_usable_size = c"malloc_usable_size": fn(*mut c_void) -> usize;
+        close = c"close": fn(c_int) -> c_int;
+        dup2 = c"dup2": fn(c_int, c_int) -> c_int;
+        dup3 = c"dup3": fn(c_int, c_int, c_int) -> c_int;
+        prctl = c"prctl": fn(c_int, c_ulong, c_ulong, c_ulong, c_ulong) -> c_int;
+        register_atfork = c"__register_atfork": fn(Handler, Handler, Handler, *mut c_void) -> c_int;
+    }
+    libc_symbol {
+        libc_malloc = c"malloc": fn(usize) -> *mut c_void;
+        libc_memalign = c"memalign": fn(usize, usize) -> *mut c_void;
+        libc_free = c"free": fn(*mut c_void) -> ();
+    }
 }
 
 /// The functions, or `None` while they are being looked for.
@@ -93,6 +104,30 @@ fn find() -> Option<&'static Next> {
 pub(crate) fn optional(name: &CStr) -> Option<NonNull<c_void>> {
     // SAFETY: the name ends with a zero byte. RTLD_NEXT: in the libraries behind this one.
     NonNull::new(unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) })
+}
+
+/// `__register_atfork`, for who cannot wait until all functions are known.
+pub(crate) fn register_atfork() -> RegisterAtfork {
+    let function = symbol(c"__register_atfork");
+    // SAFETY: the C function of that name has this type.
+    unsafe { std::mem::transmute::<*mut c_void, RegisterAtfork>(function) }
+}
+
+/// A function of libc's, whoever else has one of that name behind us. An allocator that a program brings
+/// gives no versions to its functions.
+fn libc_symbol(name: &CStr) -> *mut c_void {
+    const VERSION: Option<&CStr> = if cfg!(target_arch = "x86_64") {
+        Some(c"GLIBC_2.2.5")
+    } else if cfg!(target_arch = "aarch64") {
+        Some(c"GLIBC_2.17")
+    } else {
+        None
+    };
+    let found = VERSION.map_or(std::ptr::null_mut(), |version| {
+        // SAFETY: both names end with a zero byte. RTLD_NEXT: in the libraries behind this one.
+        unsafe { libc::dlvsym(libc::RTLD_NEXT, name.as_ptr(), version.as_ptr()) }
+    });
+    if found.is_null() { symbol(name) } else { found }
 }
 
 fn symbol(name: &CStr) -> *mut c_void {

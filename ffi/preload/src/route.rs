@@ -262,6 +262,7 @@ fn prepare() {
         settings.small = false;
         settings.config.extents = false;
     }
+    // All of these are among this library's own (`atfork`), so whoever else has handlers is outside of them.
     // Prepare handlers run in reverse. The lock here, inside which a client is made, must be taken before
     // those of the client, and so must jemalloc's, whose hooks call the client. jemalloc installs its
     // handlers when it is started; the one here goes before them and ends after them, so that it knows
