@@ -11,7 +11,7 @@ use crate::heap::{ARENA_BYTES_FIRST, Discarded, Heap, Source};
 use crate::link::{Birth, Config, FILTERED, Failed, Link, Patience, Undisturbed};
 use crate::lock::Guarded;
 use crate::sandbox::{self, Deed};
-use crate::space::{CHUNK, Locking, Reserved, page_bytes};
+use crate::space::{CHUNK, Locking, Reserved, leave_unless, page_bytes};
 use crate::status::{Error, Result, Status};
 use inside::Inside;
 use std::io;
@@ -325,7 +325,7 @@ impl Client {
         // By whom: a child that is forked meanwhile has asked nothing.
         let mut asked_by = None;
         loop {
-            let is_asked = asked_by == Some(fds::own_pid());
+            let is_asked = asked_by.is_some_and(|by| by == fds::own_pid());
             // Programs discard often: of a daemon that stays away not every call may wait.
             let away = monotonic_ns().saturating_sub(self.last_away_ns.load(Ordering::Relaxed));
             let patience =
@@ -567,6 +567,7 @@ impl Source for Client {
     }
 
     fn open(&self, range: &Range<usize>) -> io::Result<()> {
+        leave_unless(Deed::Protect)?;
         let access = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: memory of the heap that is in nobody's hands but this thread's.
         unsafe { tiermgr_sys::memory::protect(range.start, range.len(), access) }

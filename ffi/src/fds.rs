@@ -5,6 +5,7 @@
 //! `close_range` off them. What closes them all the same (an instruction of the program's own) is found out
 //! before the number is used: it may be somebody else's by then.
 
+use crate::sandbox::{self, Deed};
 use std::mem::{ManuallyDrop, MaybeUninit};
 use std::ops::Deref;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
@@ -183,12 +184,23 @@ pub(crate) fn is_settled(pid: i32) -> bool {
     mark().is_none_or(|mark| mark.load(Ordering::Relaxed) == 1) && own_pid() == pid
 }
 
+/// Whether this process uses the memory of another one, in which nothing is its own: the child of a vfork.
+pub(crate) fn is_borrowed() -> bool {
+    mark().is_some_and(|mark| mark.load(Ordering::Relaxed) == 1)
+        && own_pid() != LISTED_PID.load(Ordering::Relaxed)
+}
+
+/// Whether the list speaks of this process. One that must not ask whose it is leaves its descriptors open.
+fn is_of_this_process() -> bool {
+    !sandbox::may(Deed::Leave) || is_settled(LISTED_PID.load(Ordering::Relaxed))
+}
+
 /// Whether a number is ours, and this process' own.
 #[must_use]
 pub fn is_ours(number: RawFd) -> bool {
     number >= 0
         && LISTED.iter().any(|slot| slot.load(Ordering::Relaxed) == number)
-        && is_settled(LISTED_PID.load(Ordering::Relaxed))
+        && is_of_this_process()
 }
 
 /// The lowest of our numbers from `from` on.
@@ -199,7 +211,7 @@ pub fn next_ours(from: RawFd) -> Option<RawFd> {
         .map(|slot| slot.load(Ordering::Relaxed))
         .filter(|&number| number != EMPTY && number >= from)
         .min()?;
-    is_settled(LISTED_PID.load(Ordering::Relaxed)).then_some(next)
+    is_of_this_process().then_some(next)
 }
 
 /// Number of this process, from the kernel: also right in a child of vfork or of a raw clone.

@@ -9,6 +9,7 @@
 
 use crate::client::Client;
 use crate::fds;
+use crate::sandbox::{self, Deed};
 use crate::status::{Error, Result, Status};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, Ordering};
 
@@ -103,6 +104,13 @@ extern "C" fn parent() {
 }
 
 extern "C" fn child() {
+    if !sandbox::may(Deed::Leave) {
+        // It cannot join either, and what it has of its parent stays as it is.
+        for client in followed() {
+            client.release_after_fork();
+        }
+        return;
+    }
     let pid = fds::own_pid();
     let has_joined = JOINED_AS.swap(pid, Ordering::Relaxed) == pid;
     for client in followed() {

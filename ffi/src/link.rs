@@ -584,7 +584,8 @@ impl Link {
 
 pub(crate) const FILTERED: Error = Error::new(
     Status::NotPermitted,
-    "a seccomp filter that this program has installed ends it for a system call by which the daemon is asked",
+    "this thread has a seccomp filter of the program's own, which ends it for a system call by which the daemon \
+     is asked, or of which nothing is known",
 );
 
 const FORKED: Error = Error::new(

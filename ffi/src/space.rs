@@ -4,6 +4,7 @@
 //! then fills a mapping when it becomes writable, however large it is. What is made here is reserved
 //! without access first, and made writable once its lock is such that nothing is filled.
 
+use crate::sandbox::{self, Deed};
 use std::io;
 use std::marker::PhantomData;
 use std::ptr::NonNull;
@@ -47,7 +48,7 @@ impl Reserved {
     ///
     /// # Errors
     /// `ENOMEM` where the address space or a limit of the process is used up, `EAGAIN` where that is the
-    /// limit of locked memory.
+    /// limit of locked memory; `EPERM` where a filter of the program's would end it.
     pub fn new(len: usize, locking: Locking) -> io::Result<Self> {
         let guard = page_bytes();
         let with_slack = len
@@ -111,6 +112,7 @@ fn unmap(start: usize, len: usize) {
 
 /// Maps `len` bytes that nobody may touch yet.
 fn reserve(len: usize) -> io::Result<usize> {
+    leave_unless(Deed::Map)?;
     // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
     let base = unsafe {
         libc::mmap(
@@ -125,6 +127,11 @@ fn reserve(len: usize) -> io::Result<usize> {
     if base == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(base as usize) }
 }
 
+/// `EPERM` for what a filter of the program's would end it for.
+pub(crate) fn leave_unless(deed: Deed) -> io::Result<()> {
+    if sandbox::may(deed) { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::EPERM)) }
+}
+
 fn check(outcome: libc::c_int) -> io::Result<()> {
     if outcome == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
@@ -137,6 +144,7 @@ fn open(start: usize, len: usize, locking: Locking) -> io::Result<()> {
     // SAFETY: there is nothing to be dropped in a mapping that nobody could touch.
     let dropped = check(unsafe { libc::madvise(address, len, libc::MADV_DONTNEED) });
     if dropped.is_err_and(|error| error.raw_os_error() == Some(libc::EINVAL)) {
+        leave_unless(Deed::Lock)?;
         match locking {
             // SAFETY: locking changes no byte.
             Locking::OnTouch => check(unsafe { libc::mlock2(address, len, libc::MLOCK_ONFAULT) })?,

@@ -55,6 +55,7 @@ static const struct {
     {"userfaultfd", SYS_userfaultfd},
     {"ioctl", SYS_ioctl},
     {"madvise", SYS_madvise},
+    {"mprotect", SYS_mprotect},
     {"connect", SYS_connect},
     {"socket", SYS_socket},
     {"sendmsg", SYS_sendmsg},

@@ -129,6 +129,20 @@ fn a_filter_that_ends_the_program_for_our_calls_ends_it_for_none() {
 }
 
 #[test]
+fn a_filter_is_its_threads_and_leaves_the_others_what_they_had() {
+    for what in ["harmless", "vfork", "deadly", "for-all"] {
+        at_half("confined_threads", &[("WHAT", what)], 0);
+    }
+}
+
+#[test]
+fn a_filter_that_ends_the_program_for_mprotect_leaves_it_its_memory() {
+    let settings = [("WHAT", "no-mprotect"), ("TIERMGR_REQUIRE", "0"), ("TIERMGR_MMAP", "1")];
+    at_half("confined_threads", &settings, 0);
+    confined(&["kill-mprotect"], &[("TIERMGR_REQUIRE", "0")]);
+}
+
+#[test]
 fn a_filter_that_refuses_our_calls_is_lived_with() {
     confined(&["refuse-userfaultfd", "refuse-ioctl", "refuse-madvise", "refuse-connect"], &[]);
     confined(&["no-waits"], &[]);

@@ -3,6 +3,7 @@
 use std::fmt::{self, Write};
 use std::sync::atomic::{AtomicU8, Ordering};
 use tiermgr::cancel::Uncancelled;
+use tiermgr::sandbox::{Deed, may};
 
 /// What is worth a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -55,7 +56,7 @@ pub(crate) fn fatal(text: fmt::Arguments<'_>) -> ! {
 }
 
 fn line(level: Level, text: fmt::Arguments<'_>) {
-    if LEVEL.load(Ordering::Relaxed) >= level as u8 {
+    if LEVEL.load(Ordering::Relaxed) >= level as u8 && may(Deed::Say) {
         write(text);
     }
 }

@@ -74,12 +74,27 @@ pub(crate) unsafe fn by_number(
         Ok(libc::SECCOMP_SET_MODE_FILTER) => libc::SECCOMP_MODE_FILTER,
         _ => 0,
     };
-    let (mode, program) = match number {
-        libc::SYS_seccomp => (as_mode(a), c),
-        libc::SYS_prctl if a == libc::PR_SET_SECCOMP as usize => (u32::try_from(b).unwrap_or(0), c),
+    let (mode, flags, program) = match number {
+        libc::SYS_seccomp => (as_mode(a), b as c_ulong, c),
+        libc::SYS_prctl if a == libc::PR_SET_SECCOMP as usize => {
+            (u32::try_from(b).unwrap_or(0), 0, c)
+        }
         _ => return None,
     };
     // SAFETY: by contract the third argument is what this operation takes.
     let filter = unsafe { filter(mode.into(), program as c_ulong) }?;
-    Some(around(filter, go_on))
+    let filter = match filter {
+        Filter::Program(steps) if flags & libc::SECCOMP_FILTER_FLAG_TSYNC != 0 => {
+            Filter::ForAll(steps)
+        }
+        other => other,
+    };
+    // With this flag no thread's number is told: what there is is a descriptor.
+    let tells_no_thread = flags & libc::SECCOMP_FILTER_FLAG_TSYNC_ESRCH != 0;
+    let mut told = 0;
+    let outcome = around(filter, || {
+        told = go_on();
+        if tells_no_thread { told.min(0) } else { told }
+    });
+    Some(if tells_no_thread { told } else { outcome })
 }

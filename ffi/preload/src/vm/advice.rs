@@ -2,11 +2,12 @@
 
 use super::held::{hold, release};
 use super::native::{self, Errno};
-use super::{Outcome, Whose, access_of, change, drop_bytes, is_locked, parts};
+use super::{Outcome, Whose, access_of, change, drop_bytes, is_locked, leave_unless, parts};
 use std::ffi::c_int;
 use std::ops::Range;
 use tiermgr::changes::{ADVISED, Flags, GUARDED, LOCKED, NOT_FORKED, WIPED};
 use tiermgr::client::Client;
+use tiermgr::sandbox::Deed;
 
 const DONTNEED_LOCKED: c_int = 24;
 const GUARD_INSTALL: c_int = 102;
@@ -77,7 +78,7 @@ fn of_ours(client: &Client, range: &Range<usize>, advice: c_int) -> Result<(), E
 
 /// Takes back what advice has set for good: the kernel makes a mapping of its own of each part that differs.
 pub(super) fn advise_as_usual(range: &Range<usize>, flags: Flags) {
-    if flags & ADVISED != 0 {
+    if flags & ADVISED != 0 && leave_unless(Deed::Advise).is_ok() {
         for advice in [libc::MADV_UNMERGEABLE, libc::MADV_DODUMP, libc::MADV_HUGEPAGE] {
             // Where the kernel does not know it nothing was set either.
             let _undone = native(range, advice).is_ok();
@@ -96,6 +97,7 @@ fn by_flags(client: &Client, range: &Range<usize>) -> impl Iterator<Item = (Rang
 }
 
 fn set_access(range: &Range<usize>, access: c_int) -> Result<(), Errno> {
+    leave_unless(Deed::Protect)?;
     // SAFETY: the program asked that this part be inaccessible, or not be so any longer.
     unsafe { native::mprotect(range.start, range.len(), access) }.map(|_zero| ())
 }

@@ -5,7 +5,7 @@
 
 use super::layout::retire;
 use super::native::{self, Errno};
-use super::{Whose, change, whose};
+use super::{Whose, change, leave_unless, whose};
 use crate::log;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -15,6 +15,7 @@ use tiermgr::changes::{
 use tiermgr::client::Client;
 use tiermgr::fork;
 use tiermgr::lock::Guarded;
+use tiermgr::sandbox::Deed;
 use tiermgr::space::page_bytes;
 use tiermgr::status::{Result, Status};
 
@@ -135,6 +136,9 @@ fn close_what_was_not_forked(client: &Client) {
 
 /// Only in a forked child.
 fn may_have_holes(range: &Range<usize>) -> bool {
+    if leave_unless(Deed::Advise).is_err() {
+        return true;
+    }
     // What it got is forked anyway, so this changes nothing; and it fails where nothing is mapped.
     // SAFETY: it changes no byte.
     unsafe { native::madvise(range.start, range.len(), libc::MADV_DOFORK) }.is_err()
@@ -150,7 +154,8 @@ fn close_holes(client: &Client, range: &Range<usize>, has_holes: &impl Fn(&Range
     let flags =
         libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
     // SAFETY: it replaces nothing.
-    let held = unsafe { native::mmap(range.start, range.len(), libc::PROT_NONE, flags, -1, 0) };
+    let map = || unsafe { native::mmap(range.start, range.len(), libc::PROT_NONE, flags, -1, 0) };
+    let held = leave_unless(Deed::Map).and_then(|()| map());
     let pages = range.len() / page_bytes();
     if held == Err(libc::EEXIST) && pages > 1 {
         let middle = range.start + pages / 2 * page_bytes();

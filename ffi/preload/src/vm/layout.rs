@@ -4,7 +4,7 @@ use super::Whose;
 use super::advice::advise_as_usual;
 use super::held::release;
 use super::native::{self, Errno};
-use super::{Outcome, access_of, change, drop_bytes, flags_of, whose};
+use super::{Outcome, access_of, change, drop_bytes, flags_of, leave_unless, whose};
 use std::ffi::c_int;
 use std::ops::Range;
 use std::time::Duration;
@@ -16,6 +16,7 @@ use tiermgr::changes::{
 };
 use tiermgr::client::Client;
 use tiermgr::heap::Discarded;
+use tiermgr::sandbox::{Deed, may};
 use tiermgr::space::page_bytes;
 use tiermgr::status::Status;
 
@@ -66,9 +67,13 @@ pub(super) fn retire(client: &Client, range: &Range<usize>, flags: Flags) {
 /// Makes managed memory of one kind inaccessible and drops its bytes.
 pub(super) fn let_go(client: &Client, range: &Range<usize>, flags: Flags) -> Result<(), Errno> {
     change(client, range, UNMAPPED, 0)?;
-    if let Err(why) = close(client, range, flags) {
-        change(client, range, 0, UNMAPPED)?;
-        return Err(why);
+    match close(client, range, flags) {
+        // What it must not close stays open, and loses its bytes; whoever gets it opens it all the same.
+        Err(libc::EPERM) if !may(Deed::Protect) => {}
+        outcome => outcome.or_else(|why| {
+            change(client, range, 0, UNMAPPED)?;
+            Err(why)
+        })?,
     }
     change(client, range, 0, ALL & !(UNMAPPED | MAPPED))?;
     if flags & MAPPED != 0 {
@@ -84,12 +89,19 @@ pub(super) fn let_go(client: &Client, range: &Range<usize>, flags: Flags) -> Res
 /// Takes back what the program had asked for, and all access.
 fn close(client: &Client, range: &Range<usize>, flags: Flags) -> Result<(), Errno> {
     fork_as_usual(client, range, flags)?;
-    if flags & LOCKED != 0 {
-        // SAFETY: a lock changes no byte.
-        unsafe { native::munlock(range.start, range.len()) }?;
-    }
+    unlock(range, flags)?;
     advise_as_usual(range, flags);
     set_access(range, libc::PROT_NONE, flags)
+}
+
+/// Ends a lock.
+pub(super) fn unlock(range: &Range<usize>, flags: Flags) -> Result<(), Errno> {
+    if flags & LOCKED == 0 {
+        return Ok(());
+    }
+    leave_unless(Deed::Lock)?;
+    // SAFETY: a lock changes no byte.
+    unsafe { native::munlock(range.start, range.len()) }.map(|_zero| ())
 }
 
 /// Ends what `MADV_WIPEONFORK` and `MADV_DONTFORK` asked for.
@@ -100,6 +112,7 @@ pub(super) fn fork_as_usual(
 ) -> Result<(), Errno> {
     for (flag, advice) in [(WIPED, libc::MADV_KEEPONFORK), (NOT_FORKED, libc::MADV_DOFORK)] {
         if flags & flag != 0 {
+            leave_unless(Deed::Advise)?;
             // SAFETY: it changes no byte.
             unsafe { native::madvise(range.start, range.len(), advice) }?;
             change(client, range, 0, flag)?;
@@ -114,6 +127,7 @@ pub(super) fn fork_as_usual(
 /// Sets protection, and takes a key away.
 pub(super) fn set_access(range: &Range<usize>, access: c_int, flags: Flags) -> Result<(), Errno> {
     let (start, bytes) = (range.start, range.len());
+    leave_unless(if flags & KEYED == 0 { Deed::Protect } else { Deed::Key })?;
     let outcome = if flags & KEYED == 0 {
         // SAFETY: the callers' program asked for it, or has given the memory up.
         unsafe { native::mprotect(start, bytes, access) }
@@ -126,6 +140,7 @@ pub(super) fn set_access(range: &Range<usize>, access: c_int, flags: Flags) -> R
 
 /// Maps what has no access over something that is not managed.
 pub(super) fn cover(range: &Range<usize>) -> Result<(), Errno> {
+    leave_unless(Deed::Map)?;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
     // SAFETY: the program has unmapped what is there, or given up the block around it.
     unsafe { native::mmap(range.start, range.len(), libc::PROT_NONE, flags, -1, 0) }.map(|_at| ())
@@ -242,7 +257,7 @@ pub(super) fn set_up(client: &Client, range: &Range<usize>, mapping: Mapping) ->
         change(client, range, LOCKED, 0)?;
         // The kernel does not tell either where it could not lock all of it.
         // SAFETY: a lock changes no byte.
-        let _locked = unsafe { native::mlock(start, bytes) }.is_ok();
+        let _locked = may(Deed::Lock) && unsafe { native::mlock(start, bytes) }.is_ok();
     } else if mapping.flags & (POPULATE | libc::MAP_NONBLOCK) == POPULATE {
         let advice = if access & libc::PROT_WRITE == 0 {
             libc::MADV_POPULATE_READ
@@ -251,7 +266,8 @@ pub(super) fn set_up(client: &Client, range: &Range<usize>, mapping: Mapping) ->
         };
         // As little does it tell here.
         // SAFETY: it changes no byte.
-        let _populated = unsafe { native::madvise(start, bytes, advice) }.is_ok();
+        let _populated =
+            may(Deed::Advise) && unsafe { native::madvise(start, bytes, advice) }.is_ok();
     }
     Ok(())
 }
@@ -260,6 +276,7 @@ pub(super) fn set_up(client: &Client, range: &Range<usize>, mapping: Mapping) ->
 /// before anything is lost.
 fn replace(client: &Client, range: &Range<usize>, mapping: Mapping) -> Result<(), Errno> {
     let Mapping { bytes, access, flags, fd, offset } = mapping;
+    leave_unless(Deed::Move)?;
     let flags = flags & !(libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE);
     // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
     let made = unsafe { native::mmap(0, bytes, access, flags, fd, offset) }?;
@@ -315,11 +332,8 @@ fn put_over_claimed(
     for run in client.heap().runs(range.clone(), |flags| flags) {
         if run.ours && is_managed(run.kind) {
             fork_as_usual(client, &run.range, run.kind)?;
-            if run.kind & LOCKED != 0 {
-                // SAFETY: a lock changes no byte.
-                unsafe { native::munlock(run.range.start, run.range.len()) }?;
-                change(client, &run.range, 0, LOCKED)?;
-            }
+            unlock(&run.range, run.kind)?;
+            change(client, &run.range, 0, LOCKED)?;
         }
     }
     // Now, since it can fail: what is put there must not be taken for ours.

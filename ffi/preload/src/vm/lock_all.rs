@@ -12,6 +12,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::ops::Range;
 use tiermgr::client::Client;
+use tiermgr::sandbox::{Deed, may};
 
 /// mlockall with `MCL_CURRENT`.
 pub(super) fn lock_all(client: &Client, flags: c_int) -> Outcome {
@@ -26,6 +27,9 @@ pub(super) fn lock_all(client: &Client, flags: c_int) -> Outcome {
         // What is mapped from now on is brought in at once, as the program said.
         // SAFETY: as above.
         unsafe { native::mlockall(libc::MCL_FUTURE) }?;
+    }
+    if !may(Deed::List) || !may(Deed::Lock) {
+        return Ok(0);
     }
     let brought_in = each_mapping(|mapping| {
         if limbo.as_ref().is_some_and(|limbo| limbo.contains(&mapping.start)) {

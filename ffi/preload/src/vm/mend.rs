@@ -2,10 +2,10 @@
 
 use super::advice::advise_as_usual;
 use super::change;
-use super::layout::{cover, fork_as_usual, set_access};
-use super::native::{self, Errno};
+use super::layout::{cover, fork_as_usual, set_access, unlock};
+use super::native::Errno;
 use std::ops::Range;
-use tiermgr::changes::{Flags, GUARDED, LOCKED, PROTECTION, REPLACED, TAKEN, UNMAPPED};
+use tiermgr::changes::{Flags, GUARDED, PROTECTION, REPLACED, TAKEN, UNMAPPED};
 use tiermgr::client::Client;
 
 /// The block at `address` is about to be freed. What cannot be put right stays changed: the heap gives it to
@@ -43,10 +43,7 @@ fn mend(client: &Client, range: &Range<usize>, flags: Flags) -> Result<(), Errno
     }
     fork_as_usual(client, range, flags)?;
     advise_as_usual(range, flags);
-    if flags & LOCKED != 0 {
-        // SAFETY: a lock changes no byte.
-        unsafe { native::munlock(range.start, range.len()) }?;
-    }
+    unlock(range, flags)?;
     if flags & (PROTECTION | GUARDED | UNMAPPED) != 0 {
         set_access(range, libc::PROT_READ | libc::PROT_WRITE, flags)?;
     }

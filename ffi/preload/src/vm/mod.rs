@@ -45,6 +45,7 @@ use std::ffi::{c_int, c_long};
 use std::ops::Range;
 use tiermgr::changes::{EXEC, Flags, NO_READ, NO_WRITE, REPLACED, UNMAPPED};
 use tiermgr::client::Client;
+use tiermgr::sandbox::Deed;
 use tiermgr::space::page_bytes;
 use tiermgr::status::Status;
 
@@ -124,10 +125,18 @@ fn drop_bytes(client: &Client, range: &Range<usize>) -> Result<(), Errno> {
 }
 
 fn is_locked(range: &Range<usize>) -> bool {
+    if !tiermgr::sandbox::may(Deed::Advise) {
+        return false;
+    }
     // The kernel refuses this advice on locked memory.
     // SAFETY: it changes no byte.
     let cold = unsafe { native::madvise(range.start, range.len(), libc::MADV_COLD) };
     cold == Err(libc::EINVAL)
+}
+
+/// What the program has not called itself must not end it, where a filter of its own forbids that.
+fn leave_unless(deed: Deed) -> Result<(), Errno> {
+    if tiermgr::sandbox::may(deed) { Ok(()) } else { Err(libc::EPERM) }
 }
 
 const fn flags_of(access: c_int) -> Flags {

@@ -6,7 +6,7 @@ use super::fresh;
 use super::held::close_hole;
 use super::layout::{self, Mapping, let_go, munmap, put_over, set_access};
 use super::native::{self, Errno};
-use super::{Outcome, access_of, change, drop_bytes, whose};
+use super::{Outcome, access_of, change, drop_bytes, leave_unless, whose};
 use std::ffi::c_int;
 use std::ops::Range;
 use tiermgr::changes::{
@@ -14,6 +14,7 @@ use tiermgr::changes::{
     WIPED,
 };
 use tiermgr::client::Client;
+use tiermgr::sandbox::Deed;
 use tiermgr::space::page_bytes;
 
 const DONTUNMAP: c_int = libc::MREMAP_DONTUNMAP;
@@ -157,6 +158,7 @@ fn grow(client: &Client, wish: Move, source: &Range<usize>, flags: Flags) -> Res
 
 /// New memory, where the program wants it or anywhere.
 fn place(client: &Client, wish: Move, target: &Range<usize>, source_flags: Flags) -> Outcome {
+    leave_unless(Deed::Map)?;
     let access = libc::PROT_READ | libc::PROT_WRITE;
     let map = |to: usize, fixed: c_int| {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | fixed;
@@ -225,6 +227,7 @@ fn like(client: &Client, to: &Range<usize>, flags: Flags) -> Result<(), Errno> {
         set_access(to, access_of(flags), 0)?;
     }
     if flags & LOCKED != 0 {
+        leave_unless(Deed::Lock)?;
         change(client, to, LOCKED, 0)?;
         // SAFETY: a lock changes no byte.
         unsafe { native::mlock(to.start, to.len()) }.map_err(|_limit| libc::EAGAIN)?;
