@@ -191,7 +191,8 @@ TIERMGR_API size_t tiermgr_region_bytes(const tiermgr_region *region);
  * 1 GiB. Asks the daemon when the arenas must grow, and, before memory is refused, what became of
  * frees that it has not confirmed yet.
  * blocks: for such an answer; before NO_ROOM and NO_MEMORY a second or more, and up to half a minute where
- * the daemon still works at one.
+ * the daemon still works at one. Where a call has waited for the daemon in vain others do not wait for it: it
+ * is away to them at once, but about once a second one looks whether it is back.
  * errors: INVALID_ARGUMENT (size 0, bad alignment), NO_ROOM, NO_MEMORY. */
 TIERMGR_API tiermgr_status tiermgr_alloc(tiermgr_client *client, size_t bytes, size_t alignment,
                                          void **address_out);

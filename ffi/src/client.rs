@@ -88,6 +88,8 @@ struct Connected {
 
 /// So long after a discard has found the daemon away others do not wait for it.
 const AWAY_NS: u64 = 20_000_000_000;
+/// Longer than a look for a daemon that is gone takes.
+const LOOK_NS: u64 = 5_000_000_000;
 /// Between two attempts to learn what became of a discard.
 const ASK_AGAIN: Duration = Duration::from_millis(10);
 
@@ -108,6 +110,8 @@ pub struct Client {
     class: Class,
     /// When a discard last found the daemon away.
     last_away_ns: AtomicU64,
+    /// When whoever needs an arena looks again for a daemon that is gone; 0: it is not gone.
+    next_look_ns: AtomicU64,
 }
 
 impl Client {
@@ -136,6 +140,7 @@ impl Client {
             heap,
             class,
             last_away_ns: AtomicU64::new(0),
+            next_look_ns: AtomicU64::new(0),
         });
         if fork::follow(&client) {
             return Ok(client);
@@ -175,13 +180,23 @@ impl Client {
     /// # Errors
     /// `InvalidArgument` for no bytes, `NoMemory` without address space, and what the daemon refuses.
     pub fn create_region(&self, bytes: usize, kind: Kind, name: &str) -> Result<*const Region> {
+        let mut connected = self.enter()?;
+        self.make_region(&mut connected, bytes, (kind, name), Patience::Restart)
+    }
+
+    fn make_region(
+        &self,
+        connected: &mut Connected,
+        bytes: usize,
+        what: (Kind, &str),
+        patience: Patience,
+    ) -> Result<*const Region> {
         let bytes =
             bytes.checked_next_multiple_of(CHUNK).filter(|&bytes| bytes > 0).ok_or(Error::new(
                 Status::InvalidArgument,
                 "a region needs at least one byte, and less than all",
             ))?;
-        let mut connected = self.enter()?;
-        let Connected { link, regions, unanswered } = &mut *connected;
+        let Connected { link, regions, unanswered } = connected;
         if !sandbox::may(Deed::Grow) {
             return Err(FILTERED);
         }
@@ -192,7 +207,7 @@ impl Client {
                 Some(index) => unanswered.swap_remove(index),
                 None => reserve(bytes)?,
             };
-            match add_region(link, &range, kind, name) {
+            match add_region(link, &range, what, patience) {
                 Ok(number) => {
                     let region =
                         Region { range, number, client: &raw const *self, drop_unanswered: false };
@@ -539,8 +554,16 @@ impl Drop for Client {
 
 impl Source for Client {
     fn add_arena(&self, bytes: usize) -> Result<usize> {
-        let region = self.create_region(bytes, Kind::Heap, "arena")?;
-        let connected = self.enter()?;
+        if self.next_look_ns.load(Ordering::Relaxed) != 0 {
+            // To all others it is away until this one has looked.
+            self.next_look_ns.store(monotonic_ns() + LOOK_NS, Ordering::Relaxed);
+        }
+        let mut connected = self.enter()?;
+        let what = (Kind::Heap, "arena");
+        let region = self.make_region(&mut connected, bytes, what, Patience::Growth);
+        let next_look_ns = connected.link.looks_again_ns().unwrap_or(0);
+        self.next_look_ns.store(next_look_ns, Ordering::Relaxed);
+        let region = region?;
         connected
             .regions
             .iter()
@@ -552,6 +575,11 @@ impl Source for Client {
     fn first_arena_bytes(&self) -> usize {
         let told = self.try_inside().map(|connected| connected.link.arena_bytes());
         told.unwrap_or(ARENA_BYTES_FIRST)
+    }
+
+    fn is_away(&self) -> bool {
+        let next_look_ns = self.next_look_ns.load(Ordering::Relaxed);
+        next_look_ns != 0 && monotonic_ns() < next_look_ns
     }
 
     fn discard(&self, address: usize, bytes: usize) -> Discarded {
@@ -619,14 +647,19 @@ fn done(answer: Answered<FromDaemon>) -> Answered<()> {
     }
 }
 
-fn add_region(link: &mut Link, range: &Reserved, kind: Kind, name: &str) -> Answered<u32> {
+fn add_region(
+    link: &mut Link,
+    range: &Reserved,
+    (kind, name): (Kind, &str),
+    patience: Patience,
+) -> Answered<u32> {
     let message = ToDaemon::AddRegion {
         start: range.start() as u64,
         len: range.bytes() as u64,
         options: RegionOptions { kind },
         name: name.to_owned(),
     };
-    match link.request(&message, Patience::Restart)? {
+    match link.request(&message, patience)? {
         FromDaemon::Region(number) => Ok(number),
         _ => Err(Failed::odd()),
     }
@@ -648,7 +681,8 @@ fn drop_region(link: &mut Link, region: &mut Region) -> Result<()> {
         // The daemon took the earlier message: the region is gone, or going and busy yet. The range can
         // be added anew exactly if it is gone.
         Err(failed) if region.drop_unanswered && failed.error.status == Status::NotManaged => {
-            region.number = add_region(link, &region.range, Kind::Heap, "").map_err(|failed| {
+            let added = add_region(link, &region.range, (Kind::Heap, ""), Patience::Restart);
+            region.number = added.map_err(|failed| {
                 if failed.error.status == Status::InvalidArgument {
                     Error::new(
                         Status::Internal,

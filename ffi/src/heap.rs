@@ -9,6 +9,7 @@ pub use crate::arenas::Discarded;
 use crate::arenas::{ARENAS_MAX, Allocated, Arenas, First, NotLive, Tables};
 use crate::cancel::Uncancelled;
 use crate::changes::{Changes, UNMAPPED};
+use crate::link::AWAY;
 use crate::lock::{Entered, Guarded};
 use crate::space::{CHUNK, Table, ZeroIsValid, page_bytes};
 use crate::status::{Error, Result, Status};
@@ -55,6 +56,11 @@ pub trait Source {
 
     /// Whether the daemon has been asked for something and has still to answer.
     fn is_answer_owed(&self) -> bool {
+        false
+    }
+
+    /// Whether nobody is there who could give an arena: for a while it is of no use to ask.
+    fn is_away(&self) -> bool {
         false
     }
 
@@ -260,13 +266,18 @@ impl Heap {
             if let Some(block) = allocate()? {
                 break block;
             }
-            let mut growth = self.growth.enter().ok_or_else(inside)?;
-            // Another thread may have made an arena while this one waited.
-            if let Some(block) = allocate()? {
-                break block;
-            }
-            if let Err(error) = self.grow(source, bytes, align, &mut growth) {
-                drop(growth);
+            let grown = if source.is_away() {
+                // Not even behind the thread that may be looking for it.
+                Err(AWAY)
+            } else {
+                let mut growth = self.growth.enter().ok_or_else(inside)?;
+                // Another thread may have made an arena while this one waited.
+                if let Some(block) = allocate()? {
+                    break block;
+                }
+                self.grow(source, bytes, align, &mut growth)
+            };
+            if let Err(error) = grown {
                 if self.free_doubtful(source) {
                     continue;
                 }
@@ -376,6 +387,8 @@ impl Heap {
             }
             if outcome == Discarded::Done {
                 is_any_free = true;
+            } else if source.is_away() {
+                break;
             } else {
                 tiermgr_sys::process::nap(DOUBT_PAUSE);
             }
@@ -500,6 +513,10 @@ impl Heap {
             }
             next => next,
         });
+        // Of those that have waited for their turn the first has asked.
+        if source.is_away() {
+            return Err(AWAY);
+        }
         // What can fail fails before the daemon has promised anything.
         if self.arenas.enter().ok_or_else(inside)?.is_full() {
             return Err(Error::new(

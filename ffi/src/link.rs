@@ -11,6 +11,7 @@
 
 mod attach;
 mod birth;
+mod seek;
 mod talk;
 
 use crate::cancel::Uncancelled;
@@ -21,12 +22,14 @@ use crate::status::{Error, Result, Status};
 use attach::{Attached, Greeted, Invitation, Joined};
 pub(crate) use birth::Birth;
 use birth::Whose;
+pub(crate) use seek::AWAY;
+use seek::Pace;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 pub(crate) use talk::Undisturbed;
-use talk::{Exchanged, Limit, answer, exchange, left, readable};
+use talk::{Exchanged, Limit, answer, exchange, readable};
 use tiermgr_sys::process::{monotonic_ns, nap};
 use tiermgr_sys::sock::Stream;
 use tiermgr_sys::uffd::Uffd;
@@ -55,8 +58,6 @@ const ATTACH_WAIT: Duration = Duration::from_secs(5);
 const BRIEF_WAIT: Duration = Duration::from_millis(250);
 /// How long `free` waits for a daemon that came back to greet.
 const BRIEF_GREETING: Duration = Duration::from_millis(100);
-/// After an attempt to find the daemon, `free` leaves this many times its length to the program.
-const BRIEF_PAUSES: u64 = 10;
 /// How long a request waits for a daemon that restarts.
 const RESTART_WAIT: Duration = Duration::from_secs(2);
 const RETRY_NS_MIN: u64 = 5_000_000;
@@ -100,6 +101,9 @@ pub enum Patience {
     Brief,
     /// Up to two seconds for a daemon that restarts, and then as long as the daemon needs.
     Restart,
+    /// The same, but where a daemon has not come back in those two seconds it is not waited for again: until it
+    /// is found it is looked for now and then.
+    Growth,
 }
 
 /// What came of a request.
@@ -172,19 +176,6 @@ enum Connection {
     Down {
         retry_ns: u64,
     },
-}
-
-/// How often the daemon is looked for.
-#[derive(Clone, Copy, Debug)]
-struct Pace {
-    /// From the next attempt that fails to the one after it.
-    wait_ns: u64,
-    /// How long the last attempt took, whatever came of it.
-    took_ns: u64,
-}
-
-impl Pace {
-    const FIRST: Self = Self { wait_ns: RETRY_NS_MIN, took_ns: 0 };
 }
 
 /// A process' connection.
@@ -428,52 +419,6 @@ impl Link {
         self.attached.as_ref()?.unlock_limbo()
     }
 
-    fn reconnect(&mut self, patience: Patience, give_up: u64) -> Result<()> {
-        let Connection::Down { retry_ns } = self.connection else { return Ok(()) };
-        if !sandbox::may(Deed::Reconnect) {
-            return Err(FILTERED);
-        }
-        let now = monotonic_ns();
-        if patience == Patience::Brief
-            && now < retry_ns.saturating_add(self.pace.took_ns.saturating_mul(BRIEF_PAUSES))
-        {
-            return Err(Error::new(Status::ConnectionLost, "the daemon is away"));
-        }
-        if now < retry_ns {
-            if retry_ns > give_up {
-                return Err(Error::because(
-                    Status::ConnectionLost,
-                    format!(
-                        "the daemon at {} is away; memory that is not parked goes on working",
-                        self.config.socket.display()
-                    ),
-                ));
-            }
-            nap(Duration::from_nanos(retry_ns - now));
-        }
-        // One that is to attach gets its time, whoever asks.
-        let wait = match patience {
-            Patience::Brief if self.attached.is_some() => BRIEF_GREETING,
-            Patience::Brief => CHILD_WAIT,
-            Patience::Restart => left(give_up),
-        };
-        self.greet(Limit::new(wait, Duration::ZERO)).or_else(|error| {
-            if patience == Patience::Restart && monotonic_ns() < give_up {
-                Ok(())
-            } else {
-                Err(error)
-            }
-        })
-    }
-
-    /// One attempt to be the daemon's client (again). It may end with the answer to an `Attach` still owed.
-    fn greet(&mut self, limit: Limit) -> Result<()> {
-        let began = monotonic_ns();
-        let outcome = self.try_greet(limit);
-        self.pace.took_ns = monotonic_ns().saturating_sub(began);
-        outcome.inspect_err(|_| self.back_off())
-    }
-
     fn try_greet(&mut self, limit: Limit) -> Result<()> {
         if self.attached.is_none() && !sandbox::may(Deed::Join) {
             return Err(FILTERED);
@@ -567,18 +512,6 @@ impl Link {
             _ => self.lost(),
         }
         Ok(())
-    }
-
-    /// A connection that was good has ended.
-    fn lost(&mut self) {
-        self.pace = Pace::FIRST;
-        self.connection = Connection::Down { retry_ns: monotonic_ns() + RETRY_NS_MIN };
-    }
-
-    /// An attempt has failed, be it that its end was learnt late.
-    fn back_off(&mut self) {
-        self.connection = Connection::Down { retry_ns: monotonic_ns() + self.pace.wait_ns };
-        self.pace.wait_ns = (self.pace.wait_ns * 2).min(RETRY_NS_MAX);
     }
 }
 

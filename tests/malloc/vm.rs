@@ -118,6 +118,17 @@ fn vm_calls_without_a_daemon() {
     with_the_daemon("vm-alone");
 }
 
+/// Memory past what it has comes from libc, and is not waited for again and again.
+#[test]
+fn more_memory_than_a_daemon_gave_that_is_gone() {
+    let Some(stage) = Stage::new("gone", 1 << 30, &[]) else { return };
+    let status = stage.status();
+    let pids = format!("{} {}", status.keeper_pid, status.daemon_pid);
+    let mut command = stage.command(&program("gone"));
+    let settings = [("TIERMGR_REQUIRE", "0"), ("TIERMGR_SMALL", "1"), ("DAEMON", &pids)];
+    stage.expect_ok(command.envs(settings));
+}
+
 fn nothing_lies_where_a_child_got_nothing(what: &str) {
     // Less is limbo, which a child maps too, than what is not forked.
     let Some(stage) = Stage::new("fork-holes", 128 << 20, &[]) else { return };

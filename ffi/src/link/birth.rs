@@ -7,9 +7,7 @@
 //! cannot: its pages are served for as long as the daemon or its parent keep them.
 
 use super::talk::{Limit, Undisturbed, left};
-use super::{
-    ATTACH_WAIT, CHILD_WAIT, Connection, Link, Pace, RETRY_NS_MIN, may_come_back, nanoseconds,
-};
+use super::{ATTACH_WAIT, CHILD_WAIT, Connection, Link, RETRY_NS_MIN, may_come_back, nanoseconds};
 use crate::cancel::Uncancelled;
 use crate::fds::{self, Fd};
 use crate::sandbox::{self, Deed};
@@ -129,7 +127,7 @@ impl Link {
             inherited.leave();
         }
         self.guard = None;
-        (self.connection, self.pace) = (Connection::Down { retry_ns: 0 }, Pace::FIRST);
+        (self.connection, self.pace) = (Connection::Down { retry_ns: 0 }, self.pace.of_child());
         if undisturbed.is_none() {
             return;
         }

@@ -88,3 +88,53 @@ fn a_greeting_that_does_not_come_is_waited_for_in_time_under_a_timer() {
     client.prefetch(kept, 4096).expect("it is back");
     client.disconnect().expect("quiet");
 }
+
+/// More than what is left of the first arena.
+const PAST_THE_ARENA: usize = 5 << 30;
+
+#[test]
+fn a_daemon_that_is_gone_for_good_is_looked_for_now_and_then_and_found() {
+    let Some(daemon) = Scripted::new("gone") else { return };
+    let client = daemon.client();
+    client.allocate(1 << 20, 4096).expect("a block");
+    daemon.book.behave(Manner::ClosesAtOnce);
+    daemon.book.vanish();
+    let ask = || client.allocate(PAST_THE_ARENA, 4096).map(|block| block.address);
+    let refused = || assert_eq!(ask().expect_err("gone").status, Status::ConnectionLost);
+    refused();
+    let waited_for = daemon.book.seen(says_child);
+    assert!(waited_for > 1, "it might have come back");
+    let began = Instant::now();
+    // If each waited these would take minutes; once a second one of them looks.
+    thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| (0..25).for_each(|_| refused()));
+        }
+    });
+    let looks = daemon.book.seen(says_child) - waited_for;
+    let most = 1 + usize::try_from(began.elapsed().as_secs()).expect("fits");
+    assert!(looks <= most, "it was looked for {looks} times in {:?}", began.elapsed());
+
+    daemon.book.behave(Manner::Polite);
+    let deadline = Instant::now() + GENEROUS;
+    let block = loop {
+        match ask() {
+            Ok(block) => break block,
+            Err(error) => assert!(Instant::now() < deadline, "not found: {error}"),
+        }
+        thread::sleep(TICK);
+    };
+    // The next that goes is waited for, as the first was.
+    daemon.book.behave(Manner::ClosesAtOnce);
+    daemon.book.vanish();
+    let back = thread::scope(|scope| {
+        scope.spawn(|| {
+            thread::sleep(Duration::from_millis(300));
+            daemon.book.behave(Manner::Polite);
+        });
+        client.allocate(2 * PAST_THE_ARENA, 4096)
+    });
+    back.expect("it was away for a moment");
+    client.free(block).expect("live");
+    client.disconnect().expect("quiet");
+}
