@@ -43,6 +43,8 @@ pub const MAPPED: Flags = 2048;
 pub const ADVISED: Flags = 4096;
 /// What is mapped there may be anybody's: they found nothing there, and it stays when the block is freed.
 pub const TAKEN: Flags = 8192;
+/// It is in no core dump.
+pub const NOT_DUMPED: Flags = 16384;
 /// All that tells of protection.
 pub const PROTECTION: Flags = NO_READ | NO_WRITE | EXEC | KEYED | UNSURE;
 

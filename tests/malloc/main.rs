@@ -367,6 +367,7 @@ fn only_malloc_the_guards_calls_on_memory_and_a_table_are_exported() {
         "mprotect",
         "mremap",
         "munlock",
+        "munlockall",
         "munmap",
         "pkey_mprotect",
         "posix_madvise",

@@ -27,10 +27,20 @@ fn calls_on(state: &str, settings: &[(&str, &str)], flags: &[&str]) {
 /// What the table says is what Linux does.
 #[test]
 fn vm_calls_of_linux() {
-    let mut command = Command::new(program("vm_calls"));
-    let output = run_within(command.env("SIZE", SIZE), Duration::from_secs(60));
-    let output = output.expect("ends in time");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    for name in ["vm_calls", "vm_kept"] {
+        let mut command = Command::new(program(name));
+        let output = run_within(command.env("SIZE", SIZE), Duration::from_secs(60));
+        let output = output.expect("ends in time");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
+#[test]
+fn locks_and_dumps_are_what_the_kernel_knows() {
+    let Some(stage) = Stage::new("vm-kept", DRAM, &[]) else { return };
+    stage.expect_ok(&mut stage.command(&program("vm_kept")));
+    let mapped = [("MAPPED", "1"), ("TIERMGR_MMAP", "1"), ("TIERMGR_MMAP_MIN", "64K")];
+    stage.expect_ok(stage.command(&program("vm_kept")).envs(mapped));
 }
 
 #[test]

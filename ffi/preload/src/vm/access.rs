@@ -1,11 +1,12 @@
 //! Protection and locks.
 
 use super::native::{self, Errno};
-use super::{Outcome, Whose, change, flags_of, whose};
+use super::{Outcome, Whose, change, flags_of, is_locked, leave_unless, whose};
 use std::ffi::c_int;
 use std::ops::Range;
 use tiermgr::changes::{GUARDED, KEYED, LOCKED, PROTECTION, UNSURE};
 use tiermgr::client::Client;
+use tiermgr::sandbox::Deed;
 
 /// The part of a range before the first page that the program has unmapped. The kernel stops there, too.
 fn up_to_hole(client: &Client, range: &Range<usize>) -> (Range<usize>, Outcome) {
@@ -73,17 +74,34 @@ fn protect_natively(range: &Range<usize>, access: c_int, key: Option<c_int>) -> 
 /// mlock and, with flags, mlock2.
 pub(super) fn lock(client: &Client, range: Range<usize>, flags: Option<c_int>) -> Outcome {
     let (range, at_end) = up_to_hole(client, &range);
-    // Before, and also where it fails: it may have locked part of it.
+    // Before: a signal handler may come in between.
     change(client, &range, LOCKED, 0)?;
     if !range.is_empty() {
-        match flags {
+        let outcome = match flags {
             // SAFETY: a lock changes no byte.
-            Some(flags) => unsafe { native::mlock2(range.start, range.len(), flags) }?,
+            Some(flags) => unsafe { native::mlock2(range.start, range.len(), flags) },
             // SAFETY: as above.
-            None => unsafe { native::mlock(range.start, range.len()) }?,
+            None => unsafe { native::mlock(range.start, range.len()) },
         };
+        outcome.inspect_err(|_| note_failed_lock(client, &range))?;
     }
     at_end
+}
+
+/// Beyond a limit nothing is locked; where pages could not be brought in all of it may be.
+pub(super) fn note_failed_lock(client: &Client, range: &Range<usize>) {
+    if leave_unless(Deed::Advise).is_ok() && !is_locked(range) {
+        // Clearing never fails.
+        let _cleared = change(client, range, 0, LOCKED).is_ok();
+    }
+}
+
+/// After munlockall.
+pub(super) fn note_all_unlocked(client: &Client) {
+    for range in client.heap().changed(LOCKED) {
+        // Clearing never fails.
+        let _cleared = change(client, &range, 0, LOCKED).is_ok();
+    }
 }
 
 /// munlock.

@@ -5,7 +5,7 @@ use super::native::{self, Errno};
 use super::{Outcome, Whose, access_of, change, drop_bytes, is_locked, leave_unless, parts};
 use std::ffi::c_int;
 use std::ops::Range;
-use tiermgr::changes::{ADVISED, Flags, GUARDED, LOCKED, NOT_FORKED, WIPED};
+use tiermgr::changes::{ADVISED, Flags, GUARDED, LOCKED, NOT_DUMPED, NOT_FORKED, WIPED};
 use tiermgr::client::Client;
 use tiermgr::sandbox::Deed;
 
@@ -62,10 +62,16 @@ fn of_ours(client: &Client, range: &Range<usize>, advice: c_int) -> Result<(), E
         libc::MADV_NORMAL => hint(client, range, HINT_NORMAL),
         libc::MADV_SEQUENTIAL => hint(client, range, HINT_SEQUENTIAL),
         libc::MADV_RANDOM => hint(client, range, HINT_RANDOM),
+        libc::MADV_DONTDUMP => {
+            change(client, range, ADVISED | NOT_DUMPED, 0)?;
+            native(range, advice)
+        }
+        libc::MADV_DODUMP => {
+            native(range, advice)?;
+            change(client, range, 0, NOT_DUMPED)
+        }
         libc::MADV_HUGEPAGE
         | libc::MADV_NOHUGEPAGE
-        | libc::MADV_DONTDUMP
-        | libc::MADV_DODUMP
         | libc::MADV_MERGEABLE
         | libc::MADV_UNMERGEABLE => {
             change(client, range, ADVISED, 0)?;

@@ -10,7 +10,8 @@ use crate::log;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering};
 use tiermgr::changes::{
-    Flags, GUARDED, MAPPED, NO_READ, NO_WRITE, NOT_FORKED, REPLACED, TAKEN, UNMAPPED, WIPED,
+    Flags, GUARDED, KEYED, MAPPED, NO_READ, NO_WRITE, NOT_FORKED, REPLACED, TAKEN, UNMAPPED,
+    UNSURE, WIPED,
 };
 use tiermgr::client::Client;
 use tiermgr::fork;
@@ -38,8 +39,18 @@ pub(super) fn hold(client: &Client, range: &Range<usize>) -> std::result::Result
         Status::DataLost => libc::EIO,
         _ => libc::EAGAIN,
     })?;
-    for run in client.heap().runs(range.clone(), is_writable).filter(|run| run.kind) {
-        write_to_each_page(&run.range);
+    for run in client.heap().runs(range.clone(), writable) {
+        match run.kind {
+            Writable::No => {}
+            Writable::Yes => write_to_each_page(&run.range),
+            Writable::Perhaps => {
+                let mut pages = run.range.step_by(page_bytes());
+                if !pages.all(kernel_writes_to) {
+                    end(client, lease);
+                    return Err(libc::EACCES);
+                }
+            }
+        }
     }
     let kept = HOLDS.enter().and_then(|mut holds| {
         let free = holds.iter_mut().find(|hold| hold.is_none())?;
@@ -52,8 +63,22 @@ pub(super) fn hold(client: &Client, range: &Range<usize>) -> std::result::Result
     })
 }
 
-const fn is_writable(flags: Flags) -> bool {
-    flags & (NO_READ | NO_WRITE | GUARDED | REPLACED | UNMAPPED) == 0
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Writable {
+    No,
+    Yes,
+    /// The rights of a thread to what has a key are its own, and change by an instruction.
+    Perhaps,
+}
+
+const fn writable(flags: Flags) -> Writable {
+    if flags & (NO_READ | NO_WRITE | GUARDED | REPLACED | UNMAPPED) != 0 {
+        Writable::No
+    } else if flags & (KEYED | UNSURE) != 0 {
+        Writable::Perhaps
+    } else {
+        Writable::Yes
+    }
 }
 
 /// A page that was read back has a copy in the store until the first write. The child, whose page is
@@ -68,6 +93,27 @@ fn write_to_each_page(range: &Range<usize>) {
         let _same =
             byte.compare_exchange(value, value, Ordering::Relaxed, Ordering::Relaxed).is_ok();
     }
+}
+
+/// As [`write_to_each_page`], by the kernel, to which a page that this thread may not write to is an error and no
+/// signal.
+fn kernel_writes_to(page: usize) -> bool {
+    const OR_ZERO: u32 = (libc::FUTEX_OP_OR as u32) << 28;
+    let nobody_waits_here = 0_u32;
+    // SAFETY: it wakes nobody at the first address, and whoever sleeps at the second may be woken for nothing. There
+    // it sets no bit, by atomic means, or fails.
+    let outcome = unsafe {
+        libc::syscall(
+            libc::SYS_futex,
+            &raw const nobody_waits_here,
+            libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG,
+            0,
+            0_usize,
+            page,
+            OR_ZERO,
+        )
+    };
+    outcome >= 0
 }
 
 fn end(client: &Client, lease: u64) {
@@ -220,4 +266,29 @@ pub(crate) fn keep_lock_across_forks() -> Result<()> {
 /// `NoMemory`.
 pub(crate) fn follow_forks() -> Result<()> {
     fork::call_around(nothing, nothing, in_child)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernel_writes_where_this_thread_may_and_changes_nothing() {
+        let bytes = page_bytes();
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        for (access, is_written) in [
+            (libc::PROT_READ | libc::PROT_WRITE, true),
+            (libc::PROT_READ, false),
+            (libc::PROT_NONE, false),
+        ] {
+            // SAFETY: a new mapping at an address of the kernel's choice.
+            let page = unsafe { native::mmap(0, bytes, access, flags, -1, 0) }.expect("a page");
+            assert_eq!(kernel_writes_to(page), is_written);
+            // SAFETY: nobody else knows it.
+            unsafe { native::munmap(page, bytes) }.expect("mapped above");
+        }
+        let mut words = [7_u32, 8];
+        assert!(kernel_writes_to((&raw mut words).addr()));
+        assert_eq!(words, [7, 8]);
+    }
 }

@@ -1,6 +1,7 @@
 //! munmap, and mmap over what is there.
 
 use super::Whose;
+use super::access::note_failed_lock;
 use super::advice::advise_as_usual;
 use super::held::release;
 use super::native::{self, Errno};
@@ -257,7 +258,10 @@ pub(super) fn set_up(client: &Client, range: &Range<usize>, mapping: Mapping) ->
         change(client, range, LOCKED, 0)?;
         // The kernel does not tell either where it could not lock all of it.
         // SAFETY: a lock changes no byte.
-        let _locked = may(Deed::Lock) && unsafe { native::mlock(start, bytes) }.is_ok();
+        let is_locked = may(Deed::Lock) && unsafe { native::mlock(start, bytes) }.is_ok();
+        if !is_locked {
+            note_failed_lock(client, range);
+        }
     } else if mapping.flags & (POPULATE | libc::MAP_NONBLOCK) == POPULATE {
         let advice = if access & libc::PROT_WRITE == 0 {
             libc::MADV_POPULATE_READ

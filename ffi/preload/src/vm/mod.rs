@@ -19,7 +19,7 @@
 //! | `mmap` with `MAP_FIXED`, private and anonymous | the bytes are dropped, the memory stays managed |
 //! | `mmap` with `MAP_FIXED`, anything else | natively, when the daemon has let the part go; it is not managed from then on, and retired when the block is freed |
 //! | `mremap` | a mapping grows in place, or its bytes are copied to another; those of a block are copied to a new native mapping, which is not managed unless `TIERMGR_MMAP` asks for it. The old part is as after `munmap`, or with `MREMAP_DONTUNMAP` empty |
-//! | `mprotect`, `pkey_mprotect`, `mlock`, `mlock2`, `munlock` | natively; undone when the block is freed |
+//! | `mprotect`, `pkey_mprotect`, `mlock`, `mlock2`, `munlock`, `munlockall` | natively; undone when the block is freed |
 //! | `mlockall` | arenas as with `MCL_ONFAULT`, everything else natively (`lock_all`) |
 //!
 //! Nothing here allocates. A signal handler that interrupts this library's own work with the daemon gets
@@ -416,6 +416,21 @@ pub(crate) unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
 }
 
 /// # Safety
+/// munlockall(2).
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn munlockall() -> c_int {
+    let before = errno::get();
+    // SAFETY: same contract.
+    let outcome = unsafe { native::munlockall() };
+    if outcome.is_ok()
+        && let Some(client) = route::client()
+    {
+        access::note_all_unlocked(client);
+    }
+    give_int(before, outcome)
+}
+
+/// # Safety
 /// munlock(2).
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn munlock(address: usize, bytes: usize) -> c_int {
@@ -485,6 +500,8 @@ fn of_memory(number: c_long, [a, b, c, d, e, f]: [usize; 6]) -> Option<c_long> {
         libc::SYS_mlock2 => unsafe { mlock2(a, b, int(c)) }.into(),
         // SAFETY: as above.
         libc::SYS_mlockall => unsafe { mlockall(int(a)) }.into(),
+        // SAFETY: as above.
+        libc::SYS_munlockall => unsafe { munlockall() }.into(),
         // SAFETY: as above.
         libc::SYS_munlock => unsafe { munlock(a, b) }.into(),
         // SAFETY: as above.

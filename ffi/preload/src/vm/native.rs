@@ -121,6 +121,9 @@ native! {
     mlockall(flags: c_int)
         is unsafe extern "C" fn(c_int) -> c_int, MLOCKALL = c"mlockall",
         syscall1(mlockall, register(flags));
+    munlockall()
+        is unsafe extern "C" fn() -> c_int, MUNLOCKALL = c"munlockall",
+        syscall0(munlockall);
     munlock(address: usize, bytes: usize)
         is unsafe extern "C" fn(usize, usize) -> c_int, MUNLOCK = c"munlock",
         syscall2(munlock, address, bytes);

@@ -10,8 +10,8 @@ use super::{Outcome, access_of, change, drop_bytes, leave_unless, whose};
 use std::ffi::c_int;
 use std::ops::Range;
 use tiermgr::changes::{
-    EXEC, Flags, GUARDED, KEYED, LOCKED, MAPPED, NO_READ, NO_WRITE, NOT_FORKED, REPLACED, UNSURE,
-    WIPED,
+    EXEC, Flags, GUARDED, KEYED, LOCKED, MAPPED, NO_READ, NO_WRITE, NOT_DUMPED, NOT_FORKED,
+    REPLACED, UNSURE, WIPED,
 };
 use tiermgr::client::Client;
 use tiermgr::sandbox::Deed;
@@ -149,7 +149,7 @@ fn grow(client: &Client, wish: Move, source: &Range<usize>, flags: Flags) -> Res
     if flags & MAPPED == 0 || !matches!(client.map_at(&more), Ok(true)) {
         return Ok(false);
     }
-    let outcome = fork_like(client, &more, flags).and_then(|()| like(client, &more, flags));
+    let outcome = hidden_like(client, &more, flags).and_then(|()| like(client, &more, flags));
     outcome.inspect_err(|_| {
         let _unmapped = munmap(client, more).is_ok();
     })?;
@@ -197,8 +197,8 @@ fn fill(
     to: &Range<usize>,
     flags: Flags,
 ) -> Result<(), Errno> {
-    // Before it has bytes that a child is not to see.
-    fork_like(client, to, flags)?;
+    // Before it has bytes that a child, or a core dump, is not to see.
+    hidden_like(client, to, flags)?;
     if flags & NO_READ != 0 {
         set_access(from, libc::PROT_READ, 0)?;
     }
@@ -209,9 +209,13 @@ fn fill(
     like(client, to, flags)
 }
 
-/// Has a forked child find of new memory what it would find of the old.
-fn fork_like(client: &Client, to: &Range<usize>, flags: Flags) -> Result<(), Errno> {
-    for (flag, advice) in [(WIPED, libc::MADV_WIPEONFORK), (NOT_FORKED, libc::MADV_DONTFORK)] {
+/// Has a forked child, and a core dump, find of new memory what they would find of the old.
+fn hidden_like(client: &Client, to: &Range<usize>, flags: Flags) -> Result<(), Errno> {
+    for (flag, advice) in [
+        (WIPED, libc::MADV_WIPEONFORK),
+        (NOT_FORKED, libc::MADV_DONTFORK),
+        (NOT_DUMPED, libc::MADV_DONTDUMP),
+    ] {
         if flags & flag != 0 {
             madvise(client, to.clone(), advice)?;
         }
