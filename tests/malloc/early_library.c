@@ -1,11 +1,44 @@
 /* A library that allocates in its constructor, at exit, and in threads of its own. */
 #include "check.h"
+#include <malloc.h>
 #include <pthread.h>
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+
+/* The allocator's; this library is not linked with it. */
+#pragma weak mallctl
+#pragma weak free_sized
+int mallctl(const char *, void *, size_t *, void *, size_t);
+void free_sized(void *, size_t);
 
 static unsigned char *early;
 static size_t early_bytes = 3 << 20;
 
+#ifdef OPENED
+/* The first calls of all these, for which somebody waits who is in dlopen. */
+static void *ask(void *unused) {
+    malloc_trim(0);
+    mallinfo();
+    mallinfo2();
+    FILE *nowhere = fopen("/dev/null", "w");
+    CHECK(nowhere && malloc_info(0, nowhere) == 0);
+    fclose(nowhere);
+    if (mallctl)
+        mallctl("epoch", NULL, NULL, NULL, 0);
+    void *block = reallocarray(NULL, 10, 10);
+    CHECK(block);
+    if (free_sized)
+        free_sized(block, 100);
+    return unused;
+}
+#endif
+
 __attribute__((constructor)) static void begin(void) {
+#ifdef OPENED
+    pthread_t asking;
+    alarm(60);
+    CHECK(pthread_create(&asking, NULL, ask, NULL) == 0 && pthread_join(asking, NULL) == 0);
+    alarm(0);
+#endif
     early = need(early_bytes);
     fill(early, early_bytes, 1);
     /* Kept for good by some libraries: freed by nobody. */

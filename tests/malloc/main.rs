@@ -256,6 +256,7 @@ fn early(settings: &[(&str, &str)]) {
     let Some(stage) = Stage::new("early", working_set() / 2, &[]) else { return };
     let flags = ["-std=gnu11", "-shared", "-fPIC"].map(OsStr::new);
     let linked = compile("cc", &[source("early_library.c")], "libearly-linked.so", &flags);
+    let flags = [&flags[..], &[OsStr::new("-DOPENED")]].concat();
     let opened = compile("cc", &[source("early_library.c")], "libearly-opened.so", &flags);
     let flags = [OsStr::new("-std=gnu11"), linked.as_os_str(), OsStr::new("-ldl")];
     let early = compile("cc", &[source("early.c")], "malloc-early", &flags);

@@ -2,23 +2,43 @@
 //!
 //! `mallopt` is left to libc, whose malloc serves this library: what it sets has no meaning here.
 
-use crate::libc_next::optional;
+use crate::libc_next::Optional;
 use crate::{extents, route, small};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::io::Write;
 use tiermgr::cancel::Uncancelled;
 use tikv_jemalloc_sys as je;
 
+static MALLOC_TRIM: Optional = Optional::next(c"malloc_trim");
+static MALLINFO: Optional = Optional::next(c"mallinfo");
+static MALLINFO2: Optional = Optional::next(c"mallinfo2");
+static MALLOC_INFO: Optional = Optional::next(c"malloc_info");
+static MALLOC_STATS: Optional = Optional::next(c"malloc_stats");
+static MALLCTL: Optional = Optional::next(c"mallctl");
+static MALLCTLNAMETOMIB: Optional = Optional::next(c"mallctlnametomib");
+static MALLCTLBYMIB: Optional = Optional::next(c"mallctlbymib");
+
+/// Looks up what the next libraries have of these.
+pub(crate) fn look_up() {
+    let all = [
+        &MALLOC_TRIM,
+        &MALLINFO,
+        &MALLINFO2,
+        &MALLOC_INFO,
+        &MALLOC_STATS,
+        &MALLCTL,
+        &MALLCTLNAMETOMIB,
+        &MALLCTLBYMIB,
+    ];
+    for function in all {
+        let _found = function.get();
+    }
+}
+
 /// Calls a function of the next library; gives `$else` where it has none of that name.
 macro_rules! forward {
-    ($name:ident as fn($($type:ty),*) -> $result:ty, ($($argument:expr),*), $else:expr) => {{
-        const NAME: &CStr = match CStr::from_bytes_with_nul(
-            concat!(stringify!($name), "\0").as_bytes(),
-        ) {
-            Ok(name) => name,
-            Err(_) => c"",
-        };
-        match optional(NAME) {
+    ($name:ident as fn($($type:ty),*) -> $result:ty, ($($argument:expr),*), $else:expr) => {
+        match $name.get() {
             Some(function) => {
                 // SAFETY: the C function of that name has this type.
                 let function = unsafe {
@@ -32,7 +52,7 @@ macro_rules! forward {
             }
             None => $else,
         }
-    }};
+    };
 }
 
 /// Bytes of managed blocks and of the memory that they lie in.
@@ -57,7 +77,7 @@ fn in_use() -> Use {
 /// malloc_trim(3).
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn malloc_trim(pad: usize) -> c_int {
-    let trimmed = forward!(malloc_trim as fn(usize) -> c_int, (pad), 0);
+    let trimmed = forward!(MALLOC_TRIM as fn(usize) -> c_int, (pad), 0);
     let Some(client) = route::client() else { return trimmed };
     let before = crate::errno::get();
     if small::is_on() {
@@ -74,7 +94,7 @@ pub(crate) unsafe extern "C" fn malloc_trim(pad: usize) -> c_int {
 pub(crate) unsafe extern "C" fn mallinfo() -> libc::mallinfo {
     // SAFETY: integers only.
     let nothing: libc::mallinfo = unsafe { std::mem::zeroed() };
-    let mut info = forward!(mallinfo as fn() -> libc::mallinfo, (), nothing);
+    let mut info = forward!(MALLINFO as fn() -> libc::mallinfo, (), nothing);
     let add = |to: &mut c_int, bytes: usize| {
         *to = to.saturating_add(c_int::try_from(bytes).unwrap_or(c_int::MAX));
     };
@@ -94,7 +114,7 @@ pub(crate) unsafe extern "C" fn mallinfo() -> libc::mallinfo {
 pub(crate) unsafe extern "C" fn mallinfo2() -> libc::mallinfo2 {
     // SAFETY: integers only.
     let nothing: libc::mallinfo2 = unsafe { std::mem::zeroed() };
-    let mut info = forward!(mallinfo2 as fn() -> libc::mallinfo2, (), nothing);
+    let mut info = forward!(MALLINFO2 as fn() -> libc::mallinfo2, (), nothing);
     let ours = in_use();
     info.arena += ours.extent_bytes;
     info.hblkhd += ours.large_bytes;
@@ -114,7 +134,7 @@ pub(crate) unsafe extern "C" fn malloc_info(options: c_int, stream: *mut libc::F
             -1
         };
         return forward!(
-            malloc_info as fn(c_int, *mut libc::FILE) -> c_int,
+            MALLOC_INFO as fn(c_int, *mut libc::FILE) -> c_int,
             (options, stream),
             missing()
         );
@@ -124,7 +144,7 @@ pub(crate) unsafe extern "C" fn malloc_info(options: c_int, stream: *mut libc::F
     }
     // SAFETY: integers only.
     let nothing: libc::mallinfo2 = unsafe { std::mem::zeroed() };
-    let libc = forward!(mallinfo2 as fn() -> libc::mallinfo2, (), nothing);
+    let libc = forward!(MALLINFO2 as fn() -> libc::mallinfo2, (), nothing);
     let ours = in_use();
     let mut text = [0_u8; 512];
     let written = write!(
@@ -151,7 +171,7 @@ pub(crate) unsafe extern "C" fn malloc_stats() {
         // SAFETY: no function and no options are jemalloc's defaults: all of it, on standard error.
         unsafe { je::malloc_stats_print(None, std::ptr::null_mut(), std::ptr::null()) };
     } else {
-        forward!(malloc_stats as fn() -> (), (), ());
+        forward!(MALLOC_STATS as fn() -> (), (), ());
     }
 }
 
@@ -177,7 +197,7 @@ pub(crate) unsafe extern "C" fn mallctl(
 ) -> c_int {
     if !small::is_on() {
         return forward!(
-            mallctl as fn(*const c_char, *mut c_void, *mut usize, *mut c_void, usize) -> c_int,
+            MALLCTL as fn(*const c_char, *mut c_void, *mut usize, *mut c_void, usize) -> c_int,
             (name, old, old_bytes, new, new_bytes),
             libc::ENOENT
         );
@@ -200,7 +220,7 @@ pub(crate) unsafe extern "C" fn mallctlnametomib(
 ) -> c_int {
     if !small::is_on() {
         return forward!(
-            mallctlnametomib as fn(*const c_char, *mut usize, *mut usize) -> c_int,
+            MALLCTLNAMETOMIB as fn(*const c_char, *mut usize, *mut usize) -> c_int,
             (name, mib, length),
             libc::ENOENT
         );
@@ -226,7 +246,7 @@ pub(crate) unsafe extern "C" fn mallctlbymib(
 ) -> c_int {
     if !small::is_on() {
         return forward!(
-            mallctlbymib
+            MALLCTLBYMIB
                 as fn(*const usize, usize, *mut c_void, *mut usize, *mut c_void, usize) -> c_int,
             (mib, length, old, old_bytes, new, new_bytes),
             libc::ENOENT

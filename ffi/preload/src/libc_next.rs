@@ -8,7 +8,7 @@ use std::cell::UnsafeCell;
 use std::ffi::{CStr, c_int, c_ulong, c_void};
 use std::mem::MaybeUninit;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicU8, Ordering};
 
 const UNKNOWN: u8 = 0;
 const ASKING: u8 = 1;
@@ -100,8 +100,43 @@ fn find() -> Option<&'static Next> {
     (STAGE.load(Ordering::Acquire) == KNOWN).then(collect)
 }
 
-/// A function that the next libraries may have or not.
-pub(crate) fn optional(name: &CStr) -> Option<NonNull<c_void>> {
+/// A function that may be there or not. It is looked for once, best by our constructor: `dlsym` waits for the `dlopen`
+/// of another thread, and that may wait for a thread which calls the function (a constructor, for one it has made).
+#[derive(Debug)]
+pub(crate) struct Optional {
+    name: &'static CStr,
+    find: fn(&CStr) -> Option<NonNull<c_void>>,
+    /// The function, [`NOBODY`], or null before it was looked for.
+    found: AtomicPtr<c_void>,
+}
+
+static NOBODY: u8 = 0;
+
+impl Optional {
+    pub(crate) const fn new(
+        name: &'static CStr,
+        find: fn(&CStr) -> Option<NonNull<c_void>>,
+    ) -> Self {
+        Self { name, find, found: AtomicPtr::new(std::ptr::null_mut()) }
+    }
+
+    /// Of the libraries behind this one.
+    pub(crate) const fn next(name: &'static CStr) -> Self {
+        Self::new(name, next_of)
+    }
+
+    pub(crate) fn get(&self) -> Option<NonNull<c_void>> {
+        let nobody = (&raw const NOBODY).cast_mut().cast::<c_void>();
+        let mut found = self.found.load(Ordering::Relaxed);
+        if found.is_null() {
+            found = (self.find)(self.name).map_or(nobody, NonNull::as_ptr);
+            self.found.store(found, Ordering::Relaxed);
+        }
+        if found == nobody { None } else { NonNull::new(found) }
+    }
+}
+
+fn next_of(name: &CStr) -> Option<NonNull<c_void>> {
     // SAFETY: the name ends with a zero byte. RTLD_NEXT: in the libraries behind this one.
     NonNull::new(unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) })
 }
@@ -131,10 +166,8 @@ fn libc_symbol(name: &CStr) -> *mut c_void {
 }
 
 fn symbol(name: &CStr) -> *mut c_void {
-    // SAFETY: the name ends with a zero byte. RTLD_NEXT: in the libraries behind this one.
-    let function = unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) };
-    if function.is_null() {
-        crate::log::fatal(format_args!("no library provides {}", name.to_string_lossy()));
-    }
-    function
+    next_of(name).map_or_else(
+        || crate::log::fatal(format_args!("no library provides {}", name.to_string_lossy())),
+        NonNull::as_ptr,
+    )
 }

@@ -1,8 +1,8 @@
 //! The exported functions. Results, `errno` and corner cases are those of glibc's manual.
 
 use crate::chunks::{self, Seen};
-use crate::libc_next::{Next, next};
-use crate::neighbours::InFront;
+use crate::libc_next::{Next, Optional, next};
+use crate::neighbours::in_front;
 use crate::route::{self, Outcome};
 use crate::small::{self, Who};
 use crate::{bootstrap, errno, log, vm};
@@ -15,6 +15,16 @@ const ALIGN: usize = 16;
 /// Alignments above are left to libc: the addresses left out for them would count as memory that the program
 /// is to have room for.
 const ALIGN_MAX: usize = 64 << 20;
+
+static FREE_IN_FRONT: Optional = in_front(c"free");
+static REALLOC_IN_FRONT: Optional = in_front(c"realloc");
+
+/// Looks up what may not be there.
+pub(crate) fn look_up() {
+    for function in [&FREE_IN_FRONT, &REALLOC_IN_FRONT] {
+        let _found = function.get();
+    }
+}
 
 fn no_memory() -> *mut c_void {
     errno::set(libc::ENOMEM);
@@ -206,14 +216,15 @@ unsafe fn free_otherwise(block: *mut c_void) {
 /// # Safety
 /// As [`free`], where somebody in front of us may have given the block.
 unsafe fn free_in_front(block: *mut c_void) {
-    static IN_FRONT: InFront = InFront::new(c"free");
-    match IN_FRONT.get() {
+    match FREE_IN_FRONT.get() {
         // SAFETY: by contract.
         None => unsafe { free(block) },
         Some(theirs) => {
             // SAFETY: the C function of that name has this type.
             let theirs = unsafe {
-                std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_void)>(theirs)
+                std::mem::transmute::<*mut c_void, unsafe extern "C" fn(*mut c_void)>(
+                    theirs.as_ptr(),
+                )
             };
             // SAFETY: by contract.
             unsafe { theirs(block) };
@@ -367,14 +378,13 @@ pub(crate) unsafe extern "C" fn reallocarray(
     count: usize,
     size: usize,
 ) -> *mut c_void {
-    static IN_FRONT: InFront = InFront::new(c"realloc");
     type Realloc = unsafe extern "C" fn(*mut c_void, usize) -> *mut c_void;
-    match (count.checked_mul(size), IN_FRONT.get()) {
+    match (count.checked_mul(size), REALLOC_IN_FRONT.get()) {
         // SAFETY: same contract.
         (Some(bytes), None) => unsafe { realloc(block, bytes) },
         (Some(bytes), Some(theirs)) => {
             // SAFETY: the C function of that name has this type.
-            let theirs = unsafe { std::mem::transmute::<*mut c_void, Realloc>(theirs) };
+            let theirs = unsafe { std::mem::transmute::<*mut c_void, Realloc>(theirs.as_ptr()) };
             // SAFETY: same contract; the block is theirs.
             unsafe { theirs(block, bytes) }
         }

@@ -1,12 +1,13 @@
 //! Who else serves `malloc` in this process. With some of them there is no living: then this library does
 //! nothing, and says so, instead of mixing its blocks with theirs.
 
+use crate::libc_next::Optional;
 use std::env;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt;
 use std::mem::MaybeUninit;
 use std::os::unix::ffi::OsStrExt;
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::ptr::NonNull;
 
 /// Why this library does nothing in this process.
 #[derive(Clone, Copy, Debug)]
@@ -60,33 +61,15 @@ pub(crate) fn obstacle() -> Option<Obstacle> {
 }
 
 /// A function that has to come from whoever serves `malloc`, where that is somebody in front of us who lacks the
-/// one that was called.
-#[derive(Debug)]
-pub(crate) struct InFront {
-    name: &'static CStr,
-    found: AtomicPtr<c_void>,
+/// one that was called. There is none where this library has it.
+pub(crate) const fn in_front(name: &'static CStr) -> Optional {
+    Optional::new(name, theirs)
 }
 
-static NOBODY: u8 = 0;
-
-impl InFront {
-    pub(crate) const fn new(name: &'static CStr) -> Self {
-        Self { name, found: AtomicPtr::new(std::ptr::null_mut()) }
-    }
-
-    /// `None`: this library has it.
-    pub(crate) fn get(&self) -> Option<*mut c_void> {
-        let nobody = (&raw const NOBODY).cast_mut().cast::<c_void>();
-        let mut found = self.found.load(Ordering::Relaxed);
-        if found.is_null() {
-            let theirs = called(self.name).filter(|&address| {
-                place_of(address).is_some_and(|place| Some(place.base) != own_base())
-            });
-            found = theirs.unwrap_or(nobody);
-            self.found.store(found, Ordering::Relaxed);
-        }
-        (found != nobody).then_some(found)
-    }
+fn theirs(name: &CStr) -> Option<NonNull<c_void>> {
+    let found = called(name)?;
+    let place = place_of(found)?;
+    if Some(place.base) == own_base() { None } else { NonNull::new(found) }
 }
 
 fn own_base() -> Option<usize> {

@@ -1,7 +1,7 @@
 //! Who serves a large request, and the connection that is made for the first managed one.
 
 use crate::settings::{self, Settings};
-use crate::{chunks, errno, extents, log, neighbours, small, vm};
+use crate::{chunks, errno, extents, introspection, log, malloc, neighbours, small, vm};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 use tiermgr::client::Client;
 use tiermgr::fork;
@@ -246,6 +246,8 @@ extern "C" fn in_child() {
 extern "C" fn start() {
     // A program finds zero there when it begins.
     let before = errno::get();
+    malloc::look_up();
+    introspection::look_up();
     prepare();
     errno::set(before);
 }
