@@ -386,6 +386,11 @@ fn rules_say_which_programs_of_a_tree_are_managed() {
     assert_eq!(attached("by-another-name small\n", &link), 1, "the name that it was started by");
     assert_eq!(attached("by-another-name small\n", &plain), 0, "that name alone");
     assert_eq!(attached("/*/name? small\n", &link), 1, "the path of its file");
+    let before = stage.status().attached_total;
+    let mut shell = stage.command(Path::new("/bin/sh"));
+    shell.arg("-c").arg(format!("{} / > /dev/null && echo ok tree", plain.display()));
+    assert!(stage.expect_ok(shell.env("TIERMGR_RULES", "# its text\nnamed small\n")));
+    assert_eq!(stage.status().attached_total - before, 1, "rules without a file");
 }
 
 #[test]
@@ -394,6 +399,7 @@ fn rules_that_are_none_are_named_and_nothing_is_managed() {
     let chain = chain("malloc-chain", &[], &[]);
     is_refused(&chain, &preload, &[("TIERMGR_RULES", "/nonexistent/rules")], "/nonexistent/rules");
     is_refused(&chain, &preload, &[("TIERMGR_RULES", "/etc/passwd")], "line 1");
+    is_refused(&chain, &preload, &[("TIERMGR_RULES", "a\na min-size=1K\n")], "line 2");
 }
 
 fn said_by(output: &Output) -> String {

@@ -174,10 +174,21 @@ def test_rules_manage_the_programs_that_they_name(run, public, folder):
         assert report["attached_processes"] == clients, (text, report)
 
 
+def test_rules_are_known_to_a_program_that_may_not_read_their_file(run, folder):
+    rules = folder / "rules"
+    rules.write_text("nothing small\n")
+    rules.chmod(0o600)
+    options = ["--require", "--only", rules]
+    done, _ = run("setpriv", "--reuid=65534", "--clear-groups", "true", options=options)
+    assert done.returncode == 0 and "RULES" not in done.stderr, done.stderr
+
+
 def test_wrong_rules_are_said_before_anything_starts(folder):
     rules = folder / "rules"
     started = folder / "started"
-    for text, words in (("a smal\n", "line 1: `smal`"), ("", "no rule"), (None, "No such file")):
+    for text, words in (("a smal\n", "line 1: `smal`"), ("", "no rule"),
+                        ("a\nb min-size=1K\n", "line 2: min-size=1KiB is too little"),
+                        (None, "No such file")):
         if text is None:
             rules.unlink()
         else:

@@ -43,7 +43,7 @@
 //! | `TIERMGR_MMAP_MIN` | smallest of them, 1M unless said otherwise; at least 64K |
 //! | `TIERMGR_CLASS` | `latency`, `standard` or `bulk` |
 //! | `TIERMGR_REQUIRE` | `1`: no memory from libc in place of managed memory |
-//! | `TIERMGR_RULES` | file that says which programs are managed, and how (`tiermgrctl run --only`) |
+//! | `TIERMGR_RULES` | file that says which programs are managed, and how (`tiermgrctl run --only`), or its text, if that has a line break |
 //! | `TIERMGR_DISABLE` | `1`: this library does nothing |
 //! | `TIERMGR_LOG` | `off`, `warn` (the default) or `info`: lines on standard error |
 

@@ -67,7 +67,11 @@ pub(crate) fn read() -> Option<Settings> {
             Ok(Some(rule)) if rule.is_managed => Some(rule),
             Ok(_) => return None,
             Err(why) => {
-                log::refuse(require, format_args!("TIERMGR_RULES={}: {why}", path.display()));
+                if is_text(&path) {
+                    log::refuse(require, format_args!("TIERMGR_RULES: {why}"));
+                } else {
+                    log::refuse(require, format_args!("TIERMGR_RULES={}: {why}", path.display()));
+                }
                 return None;
             }
         },
@@ -88,9 +92,18 @@ pub(crate) fn read() -> Option<Settings> {
     })
 }
 
+/// Rules themselves in place of a file's name: every line of theirs ends. A program that has given its rights up
+/// may not be able to read a file.
+fn is_text(rules: &OsStr) -> bool {
+    rules.as_encoded_bytes().contains(&b'\n')
+}
+
 /// The rule for this program; `None` where no rule is about it.
-fn rule_of_this_program(path: &OsStr) -> Result<Option<Rule>, String> {
-    let text = fs::read_to_string(path).map_err(|error| error.to_string())?;
+fn rule_of_this_program(given: &OsStr) -> Result<Option<Rule>, String> {
+    let text = match given.to_str() {
+        Some(text) if is_text(given) => text.to_owned(),
+        _ => fs::read_to_string(given).map_err(|error| error.to_string())?,
+    };
     let rules = Rules::parse(&text).map_err(|error| error.to_string())?;
     let file = fs::read_link("/proc/self/exe").ok();
     let file = file.as_ref().map(|path| path.to_string_lossy());

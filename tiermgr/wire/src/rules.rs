@@ -1,5 +1,5 @@
-//! Which programs of a process tree are managed, and how: the file of `tiermgrctl run --only` and of
-//! `TIERMGR_RULES`.
+//! Which programs of a process tree are managed, and how: the file of `tiermgrctl run --only`, and what
+//! `TIERMGR_RULES` names or holds.
 //!
 //! A line is a rule: a pattern, and behind it what is to be done. The first rule whose pattern fits a
 //! program decides; a program that no pattern fits is not managed.
@@ -16,6 +16,7 @@
 //! characters, slashes too, and `?` for one. It fits a program if it fits the file that runs, or the name
 //! by which that was started: of a script, and where a link leads to the program, these are two.
 
+use crate::BLOCK_BYTES_MIN;
 use crate::size::{Size, SizeError};
 
 /// What to do with the programs that a pattern fits.
@@ -60,6 +61,9 @@ pub enum RuleErrorKind {
     /// A size that is none.
     #[error("min-size: {0}")]
     Size(SizeError),
+    /// A size that is too small.
+    #[error("min-size={0} is too little: the least is {least}", least = Size(BLOCK_BYTES_MIN))]
+    TooLittle(Size),
     /// A pattern that fits no path.
     #[error("`{0}` has a slash, and so is about whole paths: it begins with `/` or `*`")]
     Relative(String),
@@ -126,7 +130,11 @@ impl Rule {
                 None if word == "mmap" => rule.mmap = Some(true),
                 None if word == "no-mmap" => rule.mmap = Some(false),
                 Some(("min-size", size)) => {
-                    rule.min_size = Some(size.parse().map_err(RuleErrorKind::Size)?);
+                    let size: Size = size.parse().map_err(RuleErrorKind::Size)?;
+                    if size.0 < BLOCK_BYTES_MIN {
+                        return Err(RuleErrorKind::TooLittle(size));
+                    }
+                    rule.min_size = Some(size);
                 }
                 _ => return Err(RuleErrorKind::Unknown(word.to_owned())),
             }
@@ -222,6 +230,7 @@ mod tests {
             ("a off small\n", 1, "alone"),
             ("a off no-mmap\n", 1, "alone"),
             ("a min-size=1Q\n", 1, "`Q`"),
+            ("b\na min-size=1K\n", 2, "too little"),
             ("a small=1\n", 1, "`small=1`"),
             ("bin/a\n", 1, "whole paths"),
             ("* off\na\n", 2, "no program"),

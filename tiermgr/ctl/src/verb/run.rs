@@ -342,22 +342,33 @@ fn choose_host(socket: Option<&Path>, args: &RunArgs, signals: &Signals) -> Resu
     }
 }
 
-/// The file of --only as programs are told of it, if it can be read and is right.
-fn checked_rules(path: &Path) -> Result<PathBuf, RunError> {
+/// More than this is not passed on in an environment, whose strings have a limit of 128 KiB.
+const RULES_BYTES_MAX: usize = 32 << 10;
+
+/// The file of --only as programs are told of it, if it can be read and is right: as its text, since one that gives
+/// rights up may not be able to read it.
+fn checked_rules(path: &Path) -> Result<OsString, RunError> {
     let wrong = |source| RunError::Rules { path: path.to_owned(), source };
     let text = std::fs::read_to_string(path).map_err(wrong)?;
     Rules::parse(&text).map_err(|source| RunError::Rule { path: path.to_owned(), source })?;
-    path.canonicalize().map_err(wrong)
+    if text.len() <= RULES_BYTES_MAX && !text.contains('\0') {
+        return Ok(format!("{text}\n").into());
+    }
+    Ok(path.canonicalize().map_err(wrong)?.into())
 }
 
 /// What CMD finds in its environment beside what we found in ours.
-fn environment(args: &RunArgs, socket: &Path, rules: Option<PathBuf>) -> Vec<(OsString, OsString)> {
+fn environment(
+    args: &RunArgs,
+    socket: &Path,
+    rules: Option<OsString>,
+) -> Vec<(OsString, OsString)> {
     let mut environment: Vec<(OsString, OsString)> = vec![
         ("TIERMGR_SOCKET".into(), socket.into()),
         ("TIERMGR_CLASS".into(), args.class.name().into()),
     ];
     if let Some(rules) = rules {
-        environment.push(("TIERMGR_RULES".into(), rules.into()));
+        environment.push(("TIERMGR_RULES".into(), rules));
     }
     if let Some(size) = args.min_size {
         environment.push(("TIERMGR_MIN_SIZE".into(), size.0.to_string().into()));
