@@ -105,6 +105,11 @@ fn mappings_while_the_daemon_is_killed() {
 }
 
 #[test]
+fn handlers_may_take_mappings_back() {
+    mapped("map_handlers", &[], 0, &[]);
+}
+
+#[test]
 fn mappings_without_a_daemon() {
     let Some(stage) = Stage::new("map-alone", DRAM, &[]) else { return };
     let status = stage.status();

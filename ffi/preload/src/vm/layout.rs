@@ -39,6 +39,12 @@ pub(super) struct Mapping {
 /// addresses given to others, whatever the helper was told to move a moment before would be theirs. To the
 /// program nothing is there. What is a part of a block stays taken until that is freed.
 pub(super) fn munmap(client: &Client, range: Range<usize>) -> Outcome {
+    // What a signal handler takes back from a mapping would be lost where it has interrupted the heap.
+    let is_mapped = |flags: Flags| flags & (MAPPED | UNMAPPED) == MAPPED;
+    if client.heap().is_inside() && client.heap().runs(range.clone(), is_mapped).any(|run| run.kind)
+    {
+        return Err(libc::EAGAIN);
+    }
     let kind = |flags| flags & !(PROTECTION & !KEYED);
     for run in client.heap().runs(range, kind) {
         match (run.ours, whose(run.kind)) {

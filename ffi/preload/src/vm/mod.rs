@@ -23,7 +23,7 @@
 //! | `mlockall` | arenas as with `MCL_ONFAULT`, everything else natively (`lock_all`) |
 //!
 //! Nothing here allocates. A signal handler that interrupts this library's own work with the daemon gets
-//! `EAGAIN`.
+//! `EAGAIN`, and so does one that interrupts the heap and unmaps a mapping.
 
 mod access;
 mod advice;

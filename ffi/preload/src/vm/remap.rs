@@ -111,6 +111,10 @@ fn move_ours(
     target: &Range<usize>,
     flags: Flags,
 ) -> Outcome {
+    // As in munmap.
+    if flags & MAPPED != 0 && client.heap().is_inside() {
+        return Err(libc::EAGAIN);
+    }
     let may_stay = !wish.has(libc::MREMAP_FIXED) && !wish.has(DONTUNMAP);
     if may_stay && wish.new_bytes <= wish.bytes {
         let tail = source.start + wish.new_bytes..source.end;
