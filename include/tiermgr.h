@@ -19,7 +19,7 @@
  *    wait for a device say so: where it does not answer, tiermgr_pin gives up after ten minutes and
  *    the others after one, with TIERMGR_E_INTERNAL;
  *  - besides what a function lists, each that asks the daemon may give CONNECTION_LOST,
- *    SHUTTING_DOWN, INTERNAL, PROTOCOL and SYSTEM;
+ *    SHUTTING_DOWN, INTERNAL, PROTOCOL and SYSTEM, and NOT_PERMITTED in a process that is not served;
  *  - after CONNECTION_LOST, SHUTTING_DOWN and INTERNAL nobody knows whether the daemon carried out
  *    what it was asked, and it may still do so. Functions for which that matters say what holds then;
  *  - no function is async-signal-safe: one that is called by a handler which has interrupted the

@@ -357,7 +357,8 @@ impl Client {
                 Err(Failed { error, .. }) if is_asked && error.status == Status::ConnectionLost => {
                 }
                 Err(failed) => {
-                    if failed.error.status == Status::ConnectionLost {
+                    let status = failed.error.status;
+                    if matches!(status, Status::ConnectionLost | Status::NotPermitted) {
                         self.last_away_ns.store(monotonic_ns(), Ordering::Relaxed);
                     }
                     return Err(failed.error);

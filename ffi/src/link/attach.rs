@@ -198,13 +198,12 @@ pub(super) fn attach(
             if let Some(limbo) = limbo.take().filter(|_| fds::is_settled(pid)) {
                 limbo.unmap();
             }
-            let forbidden = error.kind() == io::ErrorKind::PermissionDenied;
-            let what = if forbidden {
-                "starting the helper process, which a sandbox forbids (it takes clone, capset and seccomp)"
-            } else {
-                "starting the helper process"
-            };
-            Error::system(what, &error)
+            if error.kind() != io::ErrorKind::PermissionDenied {
+                return Error::system("starting the helper process", &error);
+            }
+            let what =
+                "starting the helper process, which a sandbox forbids (it takes clone, capset and seccomp)";
+            Error { status: Status::NotPermitted, ..Error::system(what, &error) }
         })?;
     let mut attached = Attached { pid, arena, limbo_fd, limbo, helper, is_confirmed: false };
 

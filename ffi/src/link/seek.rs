@@ -21,10 +21,13 @@ pub(super) struct Pace {
     took_ns: u64,
     /// It did not come back while a request waited for it, nor since then.
     is_gone: bool,
+    /// It is there, or was, and does not serve this process; or something forbids that it does.
+    is_refused: bool,
 }
 
 impl Pace {
-    pub(super) const FIRST: Self = Self { wait_ns: RETRY_NS_MIN, took_ns: 0, is_gone: false };
+    pub(super) const FIRST: Self =
+        Self { wait_ns: RETRY_NS_MIN, took_ns: 0, is_gone: false, is_refused: false };
 
     /// That of a forked child.
     pub(super) const fn of_child(self) -> Self {
@@ -60,7 +63,7 @@ impl Link {
         };
         let now = monotonic_ns();
         if !waits && now < self.pace.brief_ns(retry_ns) {
-            return Err(AWAY);
+            return Err(if self.pace.is_refused { REFUSED } else { AWAY });
         }
         if now < retry_ns {
             if retry_ns > give_up {
@@ -76,10 +79,12 @@ impl Link {
             nap(Duration::from_nanos(retry_ns - now));
         }
         // One that is to attach gets its time, whoever asks.
-        let wait = match waits {
-            true => left(give_up),
-            false if self.attached.is_some() => BRIEF_GREETING,
-            false => CHILD_WAIT,
+        let wait = if waits {
+            left(give_up)
+        } else if self.attached.is_some() {
+            BRIEF_GREETING
+        } else {
+            CHILD_WAIT
         };
         match self.greet(Limit::new(wait, Duration::ZERO)) {
             Err(_) if waits && monotonic_ns() < give_up => Ok(()),
@@ -101,6 +106,8 @@ impl Link {
         let began = monotonic_ns();
         let outcome = self.try_greet(limit);
         self.pace.took_ns = monotonic_ns().saturating_sub(began);
+        self.pace.is_refused =
+            outcome.as_ref().is_err_and(|error| error.status == Status::NotPermitted);
         match outcome {
             Ok(()) => self.pace.is_gone = false,
             Err(_) => self.back_off(),
@@ -120,5 +127,10 @@ impl Link {
         self.pace.wait_ns = (self.pace.wait_ns * 2).min(RETRY_NS_MAX);
     }
 }
+
+const REFUSED: Error = Error::new(
+    Status::NotPermitted,
+    "the daemon does not serve this process, or a sandbox or the rights of the socket forbid it; see its log",
+);
 
 pub(crate) const AWAY: Error = Error::new(Status::ConnectionLost, "the daemon is away");

@@ -2,7 +2,9 @@
 
 use super::held::{hold, release};
 use super::native::{self, Errno};
-use super::{Outcome, Whose, access_of, change, drop_bytes, is_locked, leave_unless, parts};
+use super::{
+    Outcome, Whose, access_of, change, drop_bytes, is_locked, leave_unless, parts, try_drop_bytes,
+};
 use std::ffi::c_int;
 use std::ops::Range;
 use tiermgr::changes::{ADVISED, Flags, GUARDED, LOCKED, NOT_DUMPED, NOT_FORKED, WIPED};
@@ -45,9 +47,9 @@ fn native(range: &Range<usize>, advice: c_int) -> Result<(), Errno> {
 fn of_ours(client: &Client, range: &Range<usize>, advice: c_int) -> Result<(), Errno> {
     match advice {
         libc::MADV_DONTNEED | DONTNEED_LOCKED => drop_bytes(client, range),
-        libc::MADV_FREE => match drop_bytes(client, range) {
+        libc::MADV_FREE => match try_drop_bytes(client, range) {
             // The bytes may go at any time from now on, or never.
-            Err(libc::EAGAIN) => Ok(()),
+            Err(why) if why == libc::EAGAIN || !is_locked(range) => Ok(()),
             outcome => outcome,
         },
         GUARD_INSTALL => guard(client, range),

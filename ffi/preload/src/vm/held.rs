@@ -5,7 +5,7 @@
 
 use super::layout::retire;
 use super::native::{self, Errno};
-use super::{Whose, change, leave_unless, whose};
+use super::{Whose, change, errno_of, leave_unless, whose};
 use crate::log;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -37,7 +37,7 @@ pub(super) fn hold(client: &Client, range: &Range<usize>) -> std::result::Result
     let lease = client.pin(range.start, range.len()).map_err(|error| match error.status {
         Status::NoRoom | Status::NoMemory => libc::ENOMEM,
         Status::DataLost => libc::EIO,
-        _ => libc::EAGAIN,
+        _ => errno_of(&error),
     })?;
     for run in client.heap().runs(range.clone(), writable) {
         match run.kind {

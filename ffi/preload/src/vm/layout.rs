@@ -5,7 +5,7 @@ use super::access::note_failed_lock;
 use super::advice::advise_as_usual;
 use super::held::release;
 use super::native::{self, Errno};
-use super::{Outcome, access_of, change, drop_bytes, flags_of, leave_unless, whose};
+use super::{Outcome, access_of, change, drop_bytes, errno_of, flags_of, leave_unless, whose};
 use std::ffi::c_int;
 use std::ops::Range;
 use std::time::Duration;
@@ -370,7 +370,7 @@ impl<'a> Edges<'a> {
     /// One page that is held makes all of a region armed.
     fn arm(&mut self, range: &Range<usize>) -> Result<(), Errno> {
         let found = self.client.residency(range.start, range.len());
-        if found.map_err(|_away| libc::EAGAIN)?.unarmed_bytes > 0 {
+        if found.map_err(|error| errno_of(&error))?.unarmed_bytes > 0 {
             self.pin(range.start)?;
         }
         Ok(())
@@ -387,7 +387,7 @@ impl<'a> Edges<'a> {
 
     fn pin(&mut self, page: usize) -> Result<(), Errno> {
         let free = self.leases.get_mut(self.used).ok_or(libc::ENOMEM)?;
-        *free = self.client.pin(page, page_bytes()).map_err(|_away_or_full| libc::EAGAIN)?;
+        *free = self.client.pin(page, page_bytes()).map_err(|error| errno_of(&error))?;
         self.used += 1;
         Ok(())
     }

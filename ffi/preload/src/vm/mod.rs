@@ -9,7 +9,7 @@
 //!
 //! | call | on managed memory |
 //! |---|---|
-//! | `MADV_DONTNEED`, `DONTNEED_LOCKED`, `FREE` | the daemon drops the bytes; `EAGAIN` with nothing changed where it is away (`FREE`: success, the bytes stay); `EINVAL` on locked memory |
+//! | `MADV_DONTNEED`, `DONTNEED_LOCKED`, `FREE` | the daemon drops the bytes. With nothing changed `EAGAIN` where it is away, and `EINVAL` where nobody ever will, as without a helper (`FREE`: success, the bytes stay), or on locked memory |
 //! | `MADV_GUARD_INSTALL`, `GUARD_REMOVE` | the same, and the part is inaccessible until the guard is removed |
 //! | `MADV_WIPEONFORK`, `DONTFORK`, and back | the part is held in memory under a lease as long as it lasts, then natively; `ENOMEM` where no more may be held |
 //! | `MADV_WILLNEED`, `COLD`, `PAGEOUT`, `NORMAL`, `SEQUENTIAL`, `RANDOM` | advice to the daemon |
@@ -43,11 +43,12 @@ use crate::{descriptors, errno, route, sandbox};
 use native::Errno;
 use std::ffi::{c_int, c_long};
 use std::ops::Range;
+use std::time::Duration;
 use tiermgr::changes::{EXEC, Flags, NO_READ, NO_WRITE, REPLACED, UNMAPPED};
 use tiermgr::client::Client;
 use tiermgr::sandbox::Deed;
 use tiermgr::space::page_bytes;
-use tiermgr::status::Status;
+use tiermgr::status::{Error, Status};
 
 type Outcome = Result<usize, Errno>;
 
@@ -115,13 +116,32 @@ fn parts(client: &Client, range: Range<usize>) -> impl Iterator<Item = (Range<us
         .map(|run| (run.range, if run.ours { run.kind } else { Whose::Foreign }))
 }
 
+/// So long a program waits that is told to try again: many do so at once, and without end.
+const AGAIN_PAUSE: Duration = Duration::from_millis(1);
+
 /// Has the daemon drop the bytes of managed memory; where this fails nothing was changed.
 fn drop_bytes(client: &Client, range: &Range<usize>) -> Result<(), Errno> {
-    client.discard_surely(range.start, range.len()).map_err(|error| match error.status {
-        // What the kernel says to it.
-        Status::Unsupported if is_locked(range) => libc::EINVAL,
-        _ => libc::EAGAIN,
+    try_drop_bytes(client, range).inspect_err(|&why| {
+        if why == libc::EAGAIN {
+            tiermgr::nap(AGAIN_PAUSE);
+        }
     })
+}
+
+/// The same for whom a failure is no error.
+fn try_drop_bytes(client: &Client, range: &Range<usize>) -> Result<(), Errno> {
+    client.discard_surely(range.start, range.len()).map_err(|error| errno_of(&error))
+}
+
+/// What the kernel would say where the daemon does not do what it was asked.
+const fn errno_of(error: &Error) -> Errno {
+    match error.status {
+        // Nobody ever will: the memory is locked, the helper has ended, this is the child of a raw clone, or a
+        // filter forbids it. Of locked memory and of some other kinds the kernel says the same, in madvise as in
+        // mremap, and callers do without. `EAGAIN` has some ask for ever, and `ENOMEM` means a hole in the range.
+        Status::Unsupported | Status::NotPermitted | Status::NotManaged => libc::EINVAL,
+        _ => libc::EAGAIN,
+    }
 }
 
 fn is_locked(range: &Range<usize>) -> bool {
