@@ -91,8 +91,9 @@ pub struct Arenas {
     page_bytes: usize,
     /// What is discarded in one, in pages: see [`Self::new`].
     piece: u32,
-    /// The first `count` are there. Most clients have one or two: the others are not looked at.
-    list: [Option<Arena>; ARENAS_MAX],
+    /// The first `count` are there. Most clients have one or two: the others are not looked at. Boxed, since a client
+    /// is made on whatever stack the thread has that allocates first.
+    list: Box<[Option<Arena>]>,
     count: usize,
     live_pages: usize,
     dirty_pages: usize,
@@ -103,11 +104,11 @@ pub struct Arenas {
 impl Arenas {
     /// None yet. Freed memory is discarded in whole pieces of `piece` pages.
     #[must_use]
-    pub const fn new(page_bytes: usize, piece: u32) -> Self {
+    pub fn new(page_bytes: usize, piece: u32) -> Self {
         Self {
             page_bytes,
             piece,
-            list: [const { None }; ARENAS_MAX],
+            list: (0..ARENAS_MAX).map(|_| None).collect(),
             count: 0,
             live_pages: 0,
             dirty_pages: 0,

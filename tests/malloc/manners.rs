@@ -169,6 +169,11 @@ fn attempts_to_start_a_helper_leave_nothing_behind() {
 }
 
 #[test]
+fn a_thread_with_a_small_stack_may_be_the_first_to_allocate() {
+    at_half("small_stack", &[], 0);
+}
+
+#[test]
 fn handlers_may_interrupt_the_allocator() {
     at_half("handlers", &[], 0);
     let natively = run_within(&mut Command::new(program("handlers")), Duration::from_secs(60));
