@@ -67,6 +67,10 @@ fn children_of_a_signal_handler_have_their_bytes() {
 /// In the middle of which its handler forks.
 #[test]
 fn a_fork_that_is_interrupted_by_a_fork_ends_as_any_other() {
+    fork_inside(&[]);
+}
+
+pub(crate) fn fork_inside(settings: &[(&str, &str)]) {
     let Some(stage) = Stage::new("fork-inside", SIZE / 2, &[]) else { return };
     let flags = ["-std=gnu11", "-shared", "-fPIC"].map(OsStr::new);
     let library = compile("cc", &[source("fork_inside_library.c")], "libfork-inside.so", &flags);
@@ -74,7 +78,8 @@ fn a_fork_that_is_interrupted_by_a_fork_ends_as_any_other() {
     let program = compile("cc", &[source("fork_inside.c")], "malloc-fork-inside", &flags);
     for (name, value) in [("FORK_INSIDE", "1"), ("FORK_OUTSIDE", "1")] {
         let mut command = stage.command(&program);
-        if stage.expect_ok(command.env("SIZE", SIZE.to_string()).env(name, value)) {
+        command.env("SIZE", SIZE.to_string()).env(name, value).envs(settings.iter().copied());
+        if stage.expect_ok(&mut command) {
             stage.expect_work(recalls_min());
         }
     }

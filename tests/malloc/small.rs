@@ -104,6 +104,16 @@ fn borders_owners_and_what_the_allocator_says() {
     with_library("small_border", &[], 0, &[]);
 }
 
+#[test]
+fn handlers_may_fork_in_the_middle_of_the_allocator() {
+    small_at_half("small_handler_forks", &[], 0);
+}
+
+#[test]
+fn a_fork_that_is_interrupted_by_a_fork_ends_as_any_other() {
+    crate::manners::fork_inside(&[SMALL]);
+}
+
 /// Runs a program whose library is older than the allocator.
 pub(crate) fn with_library(
     name: &str,

@@ -10,6 +10,7 @@
 //! Our locks are then taken while others hold theirs: under ours nobody else's code may be called, an allocator
 //! behind us included ([`crate::own`]).
 
+use crate::held_locks;
 use crate::libc_next::{self, next};
 use std::cell::UnsafeCell;
 use std::ffi::{c_int, c_void};
@@ -19,10 +20,10 @@ use tiermgr::lock::Guarded;
 pub(crate) type Handler = Option<unsafe extern "C" fn()>;
 
 #[derive(Clone, Copy)]
-struct Handlers {
-    prepare: Handler,
-    parent: Handler,
-    child: Handler,
+pub(crate) struct Handlers {
+    pub(crate) prepare: Handler,
+    pub(crate) parent: Handler,
+    pub(crate) child: Handler,
 }
 
 /// Of this library and of what is linked into it.
@@ -137,5 +138,5 @@ pub(crate) unsafe extern "C" fn __register_atfork(
     if !std::ptr::eq(owner, &raw const __dso_handle) {
         return register(handlers, owner);
     }
-    if installed == 0 { add_own(handlers) } else { installed }
+    if installed == 0 { add_own(held_locks::guard(handlers)) } else { installed }
 }

@@ -19,7 +19,7 @@
 //! parked table would have to come back for each malloc and free. `tests/malloc/small_border.c`
 //! says so of this version.
 
-use crate::{chunks, errno, log, route, vm};
+use crate::{chunks, errno, held_locks, log, route, vm};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -146,6 +146,7 @@ pub(crate) fn set_up() -> Result<(), &'static str> {
     // SAFETY: called once, from the constructor of this library, before jemalloc is used: it has not
     // read the variable, and nobody else knows of it.
     unsafe { SETTINGS_USED = SETTINGS.as_ptr() };
+    held_locks::begin();
     without_huge_pages(make_arenas)
 }
 

@@ -66,8 +66,9 @@ struct Use {
 /// What is in use of ours, beside what the next library has.
 fn in_use() -> Use {
     let Some(client) = route::client() else { return Use::default() };
-    let (small_bytes, extent_bytes) =
-        if small::is_on() { (extents::allocated_bytes(), extents::bytes()) } else { (0, 0) };
+    let extent_bytes = if small::is_on() { extents::bytes() } else { 0 };
+    // Whoever is in the middle of a fork learns only how much there is at most.
+    let small_bytes = if small::may_ask() { extents::allocated_bytes() } else { extent_bytes };
     let large_bytes =
         client.heap().live_bytes().saturating_sub(extent_bytes + client.heap().mapped_bytes());
     Use { small_bytes, extent_bytes, large_bytes }
@@ -80,7 +81,7 @@ pub(crate) unsafe extern "C" fn malloc_trim(pad: usize) -> c_int {
     let trimmed = forward!(MALLOC_TRIM as fn(usize) -> c_int, (pad), 0);
     let Some(client) = route::client() else { return trimmed };
     let before = crate::errno::get();
-    if small::is_on() {
+    if small::may_ask() {
         extents::purge();
     }
     let forgotten = client.trim();
@@ -167,7 +168,7 @@ pub(crate) unsafe extern "C" fn malloc_info(options: c_int, stream: *mut libc::F
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn malloc_stats() {
     let _uncancelled = Uncancelled::new();
-    if small::is_on() {
+    if small::may_ask() {
         // SAFETY: no function and no options are jemalloc's defaults: all of it, on standard error.
         unsafe { je::malloc_stats_print(None, std::ptr::null_mut(), std::ptr::null()) };
     } else {
@@ -185,7 +186,7 @@ fn is_hidden(name: &CStr) -> bool {
 }
 
 /// # Safety
-/// jemalloc(3); as there are programs that look for this function to learn whether jemalloc is their
+/// jemalloc(3), which gives `EAGAIN` in the middle of a fork; as there are programs that look for this function to learn whether jemalloc is their
 /// malloc, `ENOENT` says that it is not.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mallctl(
@@ -201,6 +202,9 @@ pub(crate) unsafe extern "C" fn mallctl(
             (name, old, old_bytes, new, new_bytes),
             libc::ENOENT
         );
+    }
+    if !small::may_ask() {
+        return libc::EAGAIN;
     }
     // SAFETY: by contract.
     if is_hidden(unsafe { CStr::from_ptr(name) }) {
@@ -224,6 +228,9 @@ pub(crate) unsafe extern "C" fn mallctlnametomib(
             (name, mib, length),
             libc::ENOENT
         );
+    }
+    if !small::may_ask() {
+        return libc::EAGAIN;
     }
     // SAFETY: by contract.
     if is_hidden(unsafe { CStr::from_ptr(name) }) {
@@ -251,6 +258,9 @@ pub(crate) unsafe extern "C" fn mallctlbymib(
             (mib, length, old, old_bytes, new, new_bytes),
             libc::ENOENT
         );
+    }
+    if !small::may_ask() {
+        return libc::EAGAIN;
     }
     // SAFETY: the same contract.
     unsafe { je::mallctlbymib(mib, length, old, old_bytes, new, new_bytes) }

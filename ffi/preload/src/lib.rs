@@ -54,6 +54,7 @@ mod chunks;
 mod descriptors;
 mod errno;
 mod extents;
+mod held_locks;
 mod introspection;
 mod libc_next;
 mod log;

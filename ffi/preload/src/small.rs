@@ -65,6 +65,11 @@ pub(crate) fn is_on() -> bool {
     MODE.load(Ordering::Acquire) == ON
 }
 
+/// Whether this thread may ask jemalloc something: in the middle of its own fork it has jemalloc's locks already.
+pub(crate) fn may_ask() -> bool {
+    is_on() && !is_forking()
+}
+
 /// Who serves a small request now.
 pub(crate) enum Who {
     /// jemalloc.
