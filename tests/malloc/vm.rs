@@ -38,9 +38,9 @@ fn vm_calls_of_linux() {
 #[test]
 fn locks_and_dumps_are_what_the_kernel_knows() {
     let Some(stage) = Stage::new("vm-kept", DRAM, &[]) else { return };
-    stage.expect_ok(&mut stage.command(&program("vm_kept")));
+    stage.expect_ok(stage.command(&program("vm_kept")).env("SIZE", SIZE));
     let mapped = [("MAPPED", "1"), ("TIERMGR_MMAP", "1"), ("TIERMGR_MMAP_MIN", "64K")];
-    stage.expect_ok(stage.command(&program("vm_kept")).envs(mapped));
+    stage.expect_ok(stage.command(&program("vm_kept")).env("SIZE", SIZE).envs(mapped));
 }
 
 #[test]

@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 
 #define MIB ((size_t)1 << 20)
 #define GUARD_INSTALL 102
@@ -52,6 +53,32 @@ static void unlocked(bool by_number) {
     CHECK(kib_locked() == 0);
 }
 
+/* What a child is not to see, in memory that its owner cannot write to, and of which there is a copy elsewhere. */
+static void wiped(int access) {
+    unsigned char *secret = get(4 * MIB);
+    push_out();
+    verify(secret, 4 * MIB, 1, "read back");
+    CHECK(mprotect(secret, 4 * MIB, access) == 0);
+    CHECK(madvise(secret, 4 * MIB, MADV_WIPEONFORK) == 0);
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        CHECK(mprotect(secret, 4 * MIB, PROT_READ) == 0);
+        verify_zero(secret, 4 * MIB, "wiped");
+        _exit(0);
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    int pipes[2];
+    CHECK(pipe(pipes) == 0 && write(pipes[1], "x", 1) == 1);
+    /* As protected as before. */
+    CHECK(access == (PROT_READ | PROT_WRITE) || (read(pipes[0], secret, 1) == -1 && errno == EFAULT));
+    CHECK(close(pipes[0]) == 0 && close(pipes[1]) == 0);
+    CHECK(mprotect(secret, 4 * MIB, PROT_READ | PROT_WRITE) == 0);
+    verify(secret, 4 * MIB, 1, "the owner's");
+    CHECK(munmap(secret, 4 * MIB) == 0);
+}
+
 static void may_lock_little(void) {
     struct {
         unsigned version;
@@ -72,6 +99,9 @@ int main(void) {
     CHECK(madvise(open, MIB, MADV_DONTDUMP) == 0 && madvise(open, MIB, MADV_DODUMP) == 0);
     grow_and_drop(open, MIB, " dd", false);
 
+    wiped(PROT_READ | PROT_WRITE);
+    wiped(PROT_READ);
+    wiped(PROT_NONE);
     unlocked(false);
     unlocked(true);
     may_lock_little();

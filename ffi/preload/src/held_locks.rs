@@ -3,8 +3,8 @@
 //! jemalloc's own handler takes all its locks before a fork. Where a signal has interrupted it, this thread has some
 //! of them already (those of a fork that was interrupted: all), and would wait for itself. So its locks are
 //! counted as they are taken and given back, and a fork by a thread that has any leaves jemalloc alone on both
-//! sides. The child then goes on where its parent was interrupted, as with libc's malloc: what it has locked it unlocks. What
-//! other threads had locked stays so in the child.
+//! sides. The child then goes on where its parent was interrupted, as with libc's malloc: what it has locked it
+//! unlocks. What other threads had locked stays so in the child.
 //!
 //! Forks of one thread nest, since a handler ends those that it began: of those inside of jemalloc the last
 //! to begin is the first to end.

@@ -186,8 +186,8 @@ fn is_hidden(name: &CStr) -> bool {
 }
 
 /// # Safety
-/// jemalloc(3), which gives `EAGAIN` in the middle of a fork; as there are programs that look for this function to learn whether jemalloc is their
-/// malloc, `ENOENT` says that it is not.
+/// jemalloc(3), but for `EAGAIN` in the middle of a fork; as there are programs that look for this function to learn
+/// whether jemalloc is their malloc, `ENOENT` says that it is not.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mallctl(
     name: *const c_char,
