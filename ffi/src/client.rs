@@ -555,11 +555,14 @@ impl Drop for Client {
 
 impl Source for Client {
     fn add_arena(&self, bytes: usize) -> Result<usize> {
-        if self.next_look_ns.load(Ordering::Relaxed) != 0 {
+        let looks_ns = self.next_look_ns.load(Ordering::Relaxed);
+        if looks_ns != 0 {
             // To all others it is away until this one has looked.
             self.next_look_ns.store(monotonic_ns() + LOOK_NS, Ordering::Relaxed);
         }
-        let mut connected = self.enter()?;
+        let entered =
+            self.enter().inspect_err(|_| self.next_look_ns.store(looks_ns, Ordering::Relaxed));
+        let mut connected = entered?;
         let what = (Kind::Heap, "arena");
         let region = self.make_region(&mut connected, bytes, what, Patience::Growth);
         let next_look_ns = connected.link.looks_again_ns().unwrap_or(0);

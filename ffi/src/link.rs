@@ -425,7 +425,13 @@ impl Link {
         }
         let lacks_arena = self.attached.as_ref().is_none_or(Attached::lacks_arena);
         let role = Role::ForkedChild { family: self.family, lacks_arena };
-        let greeted = attach::greet(&self.config.socket, role, limit, &mut self.packet)?;
+        let greeted = attach::greet(&self.config.socket, role, limit, &mut self.packet);
+        let is_served = self.attached.is_some();
+        let greeted = greeted.map_err(|error| match error.status {
+            // Whoever is there serves this process later, or another one does.
+            Status::ShuttingDown if is_served => Error { status: Status::ConnectionLost, ..error },
+            _ => error,
+        })?;
         match (greeted, &mut self.attached) {
             (Greeted::Known(stream, given), Some(attached)) => {
                 attached.confirm(given);

@@ -79,6 +79,38 @@ static void wiped(int access) {
     CHECK(munmap(secret, 4 * MIB) == 0);
 }
 
+/* Advice for more than can be held is refused, and what a part was advised before stays: its next owner has its bytes
+ * in children. More than half of the limit of the test is too much. */
+static void refused_and_freed(void) {
+    size_t bytes = 36 * MIB;
+    unsigned char *all = get(bytes);
+    CHECK(madvise(all, MIB, MADV_WIPEONFORK) == 0);
+    bool is_done = madvise(all, bytes, MADV_WIPEONFORK) == 0;
+    CHECK(is_done || errno == ENOMEM);
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        verify_zero(all, MIB, "wiped");
+        _exit(0);
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    if (is_mapped) {
+        CHECK(munmap(all, bytes) == 0);
+    } else {
+        free(all);
+    }
+    all = get(bytes);
+    child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        verify(all, bytes, 1, "the next owner's");
+        _exit(0);
+    }
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    CHECK(munmap(all, bytes) == 0);
+}
+
 static void may_lock_little(void) {
     struct {
         unsigned version;
@@ -102,6 +134,7 @@ int main(void) {
     wiped(PROT_READ | PROT_WRITE);
     wiped(PROT_READ);
     wiped(PROT_NONE);
+    refused_and_freed();
     unlocked(false);
     unlocked(true);
     may_lock_little();

@@ -19,7 +19,7 @@ pub(super) struct Pace {
     wait_ns: u64,
     /// How long the last attempt took, whatever came of it.
     took_ns: u64,
-    /// It did not come back while a request waited for it, nor since then.
+    /// It did not come back while a request for growth waited for it, nor since then.
     is_gone: bool,
     /// It is there, or was, and does not serve this process; or something forbids that it does.
     is_refused: bool,
@@ -38,14 +38,19 @@ impl Pace {
     const fn brief_ns(self, retry_ns: u64) -> u64 {
         retry_ns.saturating_add(self.took_ns.saturating_mul(BRIEF_PAUSES))
     }
+
+    /// The same for growth: one that accepts and does not greet is not left alone for longer than one that is away.
+    fn growth_ns(self, retry_ns: u64) -> u64 {
+        self.brief_ns(retry_ns).min(retry_ns.saturating_add(RETRY_NS_MAX))
+    }
 }
 
 impl Link {
     /// When a request for growth looks for the daemon again, if it is gone.
-    pub(crate) const fn looks_again_ns(&self) -> Option<u64> {
+    pub(crate) fn looks_again_ns(&self) -> Option<u64> {
         match self.connection {
             Connection::Down { retry_ns } if self.pace.is_gone => {
-                Some(self.pace.brief_ns(retry_ns))
+                Some(self.pace.growth_ns(retry_ns))
             }
             _ => None,
         }
@@ -56,18 +61,19 @@ impl Link {
         if !sandbox::may(Deed::Reconnect) {
             return Err(FILTERED);
         }
-        let waits = match patience {
-            Patience::Brief => false,
-            Patience::Restart => true,
-            Patience::Growth => !self.pace.is_gone,
+        let (waits, looks_ns) = match patience {
+            Patience::Brief => (false, self.pace.brief_ns(retry_ns)),
+            Patience::Restart => (true, retry_ns),
+            Patience::Growth => (!self.pace.is_gone, self.pace.growth_ns(retry_ns)),
         };
+        let grows = patience == Patience::Growth;
         let now = monotonic_ns();
-        if !waits && now < self.pace.brief_ns(retry_ns) {
+        if !waits && now < looks_ns {
             return Err(if self.pace.is_refused { REFUSED } else { AWAY });
         }
         if now < retry_ns {
             if retry_ns > give_up {
-                self.pace.is_gone = true;
+                self.pace.is_gone |= grows;
                 return Err(Error::because(
                     Status::ConnectionLost,
                     format!(
@@ -89,12 +95,12 @@ impl Link {
         match self.greet(Limit::new(wait, Duration::ZERO)) {
             Err(_) if waits && monotonic_ns() < give_up => Ok(()),
             // To whoever was told that it is away this is no news.
-            Err(error) if patience == Patience::Growth && error.status == Status::NoDaemon => {
+            Err(error) if grows && error.status == Status::NoDaemon => {
                 self.pace.is_gone = true;
                 Err(AWAY)
             }
             Err(error) => {
-                self.pace.is_gone |= waits;
+                self.pace.is_gone |= grows;
                 Err(error)
             }
             Ok(()) => Ok(()),

@@ -203,6 +203,11 @@ impl Session<'_> {
             }
             Step::WelcomeChild { family: secret, lacks_arena } => {
                 let family = self.daemon.families().find(secret).ok_or_else(|| {
+                    if self.daemon.families().is_waiting(secret) {
+                        let text =
+                            "the daemon was restarted, and has not taken this program up again yet";
+                        return Refused::closing(ErrorCode::ShuttingDown, text);
+                    }
                     Refused::closing(ErrorCode::NotPermitted, "there is no such family")
                 })?;
                 if let Some(proc) = family.find_process(self.peer.pid) {

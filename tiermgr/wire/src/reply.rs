@@ -23,7 +23,7 @@ pub enum ErrorCode {
     Protocol,
     /// A device failed and bytes were lost.
     DataLost,
-    /// The daemon is ending.
+    /// The daemon is ending; to the greeting of a process that an earlier one served: it does not serve it yet.
     ShuttingDown,
     /// Something failed inside the daemon; its log says what.
     Internal,

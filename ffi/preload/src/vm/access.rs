@@ -99,8 +99,8 @@ pub(super) fn note_failed_lock(client: &Client, range: &Range<usize>) {
 /// After munlockall.
 pub(super) fn note_all_unlocked(client: &Client) {
     for range in client.heap().changed(LOCKED) {
-        // Clearing never fails.
-        let _cleared = change(client, &range, 0, LOCKED).is_ok();
+        // Another thread may have locked it meanwhile.
+        note_failed_lock(client, &range);
     }
 }
 

@@ -134,8 +134,23 @@ fn unguard(client: &Client, range: &Range<usize>) -> Result<(), Errno> {
     Ok(())
 }
 
-/// What a child is to find there is the kernel's to say: it can do so only where all of it is in place.
+/// What a child is to find there is the kernel's to say: it can do so only where all of it is in place. A part that
+/// was advised before stays so, also where another is refused.
 fn hold_for(
+    client: &Client,
+    range: &Range<usize>,
+    advice: c_int,
+    flag: Flags,
+) -> Result<(), Errno> {
+    for run in client.heap().runs(range.clone(), |flags| flags & flag != 0) {
+        if !run.kind {
+            hold_part(client, &run.range, advice, flag)?;
+        }
+    }
+    Ok(())
+}
+
+fn hold_part(
     client: &Client,
     range: &Range<usize>,
     advice: c_int,

@@ -75,8 +75,10 @@ pub(super) fn retire(client: &Client, range: &Range<usize>, flags: Flags) {
 pub(super) fn let_go(client: &Client, range: &Range<usize>, flags: Flags) -> Result<(), Errno> {
     change(client, range, UNMAPPED, 0)?;
     match close(client, range, flags) {
-        // What it must not close stays open, and loses its bytes; whoever gets it opens it all the same.
-        Err(libc::EPERM) if !may(Deed::Protect) => {}
+        // What it must not close stays open, and loses its bytes; whoever gets it opens it all the same. What else has
+        // to be undone must not reach them.
+        Err(libc::EPERM)
+            if !may(Deed::Protect) && flags & (KEYED | LOCKED | WIPED | NOT_FORKED) == 0 => {}
         outcome => outcome.or_else(|why| {
             change(client, range, 0, UNMAPPED)?;
             Err(why)

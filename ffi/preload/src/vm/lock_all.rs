@@ -29,6 +29,9 @@ pub(super) fn lock_all(client: &Client, flags: c_int) -> Outcome {
         unsafe { native::mlockall(libc::MCL_FUTURE) }?;
     }
     if !may(Deed::List) || !may(Deed::Lock) {
+        log::warn(format_args!(
+            "mlockall has locked memory as with MCL_ONFAULT: a seccomp filter forbids what it takes to bring it in"
+        ));
         return Ok(0);
     }
     let brought_in = each_mapping(|mapping| {

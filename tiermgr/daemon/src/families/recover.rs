@@ -161,6 +161,12 @@ impl Families {
         }
     }
 
+    /// Whether the family with this secret is one of an earlier daemon that is not served yet.
+    #[must_use]
+    pub fn is_waiting(&self, secret: u64) -> bool {
+        self.lock().waiting.iter().any(|waiting| waiting.facts.secret.0 == secret)
+    }
+
     /// Families of an earlier daemon that are not served, each with the reason, for people.
     #[must_use]
     pub fn not_taken_up(&self) -> Vec<String> {
