@@ -109,9 +109,8 @@ fn fork_and_the_parent_exits_without_uffd_move() {
     at_half_with("fork_parent_exits", &[], recalls_min(), WITHOUT_MOVE);
 }
 
-/// Forks in the tests that say so. `TIERMGR_TEST_FORKS` makes them more.
 fn forks() -> String {
-    std::env::var("TIERMGR_TEST_FORKS").unwrap_or_else(|_| "50".to_owned())
+    stage::forks().to_string()
 }
 
 #[test]

@@ -23,7 +23,7 @@ use tiermgr_wire::hello::{Hello, Role};
 use tiermgr_wire::reply::FromDaemon;
 use tiermgr_wire::request::ToDaemon;
 
-/// How long a program may take for a working set of up to 256 MiB; larger ones get more.
+/// How long a program may take for a working set of up to 256 MiB; larger ones get more, and so do more forks.
 const PROGRAM_WAIT: Duration = Duration::from_secs(120);
 const DAEMON_WAIT: Duration = Duration::from_secs(20);
 const MIB: u64 = 1 << 20;
@@ -100,6 +100,11 @@ pub(crate) fn compile(
     assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
     fs::rename(&new, &made).expect("the target folder is writable");
     made
+}
+
+/// Forks in the tests that say so. `TIERMGR_TEST_FORKS` makes them more.
+pub(crate) fn forks() -> u64 {
+    std::env::var("TIERMGR_TEST_FORKS").map_or(50, |number| number.parse().expect("a number"))
 }
 
 /// Runs a command that must end within `limit`, and gives what it said. One that does not is killed
@@ -232,7 +237,8 @@ impl Stage {
 
     /// Runs a program to its end and checks that it said "ok", or what it skipped. False: it skipped all.
     pub(crate) fn expect_ok(&self, command: &mut Command) -> bool {
-        let scale = u32::try_from(working_set() / (256 * MIB)).expect("fits").max(1);
+        let scale = (working_set() / (256 * MIB)).max(forks() / 250).max(1);
+        let scale = u32::try_from(scale).expect("fits");
         let output = match run_within(command, PROGRAM_WAIT * scale) {
             Ok(output) => output,
             Err(error) => panic!("{error}\n{:#?}", self.status()),
