@@ -4,8 +4,10 @@ import os
 import pathlib
 import random
 import signal
+import socket
 import subprocess
 import time
+import tomllib
 
 import pytest
 
@@ -388,6 +390,26 @@ def restart_in_a_move(daemon, program):
     return daemon.wait_for(lambda s: s["daemon_pid"] != before["daemon_pid"], 5), stopped
 
 
+def secrets_of(daemon):
+    """What forked children say, of each family."""
+    files = sorted(pathlib.Path(daemon.state).glob("family-*.toml"))
+    return [int(tomllib.loads(file.read_text())["secret"], 16) for file in files]
+
+
+def greeted_as_a_child(daemon, secret):
+    """What the daemon says to a process that takes itself for one of a family (tiermgr/docs/wire.md)."""
+    hello = bytearray(b"\x00\x01\x01")
+    while secret > 0x7f:
+        hello.append(secret & 0x7f | 0x80)
+        secret >>= 7
+    hello += bytes([secret, 0])
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        peer.settimeout(20)
+        peer.connect(str(daemon.socket))
+        peer.send(hello)
+        return peer.recv(65536)
+
+
 def test_a_family_that_is_stopped_in_the_middle_of_a_move_is_taken_up_when_it_goes_on(
         folder, workload):
     """Which pages it moves shows only then, and nobody else waits for that."""
@@ -396,6 +418,8 @@ def test_a_family_that_is_stopped_in_the_middle_of_a_move_is_taken_up_when_it_go
         status, stopped = restart_in_a_move(daemon, program)
         assert status["families"] == 1, status
         assert any("in the middle of a move" in line for line in status["warnings"]), status
+        answers = [greeted_as_a_child(daemon, secret) for secret in secrets_of(daemon)]
+        assert any(b"has not taken this program up again yet" in answer for answer in answers), answers
         out, err = other.communicate("go\n", timeout=20)
         assert other.returncode == 0 and out.endswith("right\n"), (out, err)
         time.sleep(2)

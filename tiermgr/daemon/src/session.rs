@@ -202,12 +202,14 @@ impl Session<'_> {
                 self.welcome(secret, GuestKind::Client { secret, name, class })
             }
             Step::WelcomeChild { family: secret, lacks_arena } => {
-                let family = self.daemon.families().find(secret).ok_or_else(|| {
-                    if self.daemon.families().is_waiting(secret) {
-                        let text =
-                            "the daemon was restarted, and has not taken this program up again yet";
-                        return Refused::closing(ErrorCode::ShuttingDown, text);
-                    }
+                let families = self.daemon.families();
+                // Before the look at those that are served: one that is taken up in between is there.
+                if families.is_waiting(secret) {
+                    let text =
+                        "the daemon was restarted, and has not taken this program up again yet";
+                    return Err(Refused::closing(ErrorCode::ShuttingDown, text));
+                }
+                let family = families.find(secret).ok_or_else(|| {
                     Refused::closing(ErrorCode::NotPermitted, "there is no such family")
                 })?;
                 if let Some(proc) = family.find_process(self.peer.pid) {
