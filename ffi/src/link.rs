@@ -102,7 +102,7 @@ pub enum Patience {
     /// Up to two seconds for a daemon that restarts, and then as long as the daemon needs.
     Restart,
     /// The same, but where a daemon has not come back in those two seconds it is not waited for again: until it
-    /// is found it is looked for now and then.
+    /// is found it is looked for about once a second.
     Growth,
 }
 

@@ -122,6 +122,7 @@ fn a_daemon_that_is_gone_for_good_is_looked_for_now_and_then_and_found() {
             Ok(block) => break block,
             Err(error) => assert!(Instant::now() < deadline, "not found: {error}"),
         }
+        // It is looked for once a second, whoever asks how often.
         thread::sleep(TICK);
     };
     // The next that goes is waited for, as the first was.
@@ -129,6 +130,7 @@ fn a_daemon_that_is_gone_for_good_is_looked_for_now_and_then_and_found() {
     daemon.book.vanish();
     let back = thread::scope(|scope| {
         scope.spawn(|| {
+            // Well within what it is waited for.
             thread::sleep(Duration::from_millis(300));
             daemon.book.behave(Manner::Polite);
         });
@@ -136,5 +138,49 @@ fn a_daemon_that_is_gone_for_good_is_looked_for_now_and_then_and_found() {
     });
     back.expect("it was away for a moment");
     client.free(block).expect("live");
+    client.disconnect().expect("quiet");
+}
+
+/// That another request has waited in vain does not make the daemon gone: the next may come back any moment.
+#[test]
+fn growth_waits_for_itself() {
+    let Some(daemon) = Scripted::new("growth-waits") else { return };
+    let client = daemon.client();
+    let kept = client.allocate(1 << 20, 4096).expect("a block").address;
+    daemon.book.behave(Manner::ClosesAtOnce);
+    daemon.book.vanish();
+    client.prefetch(kept, 4096).expect_err("it waits for two seconds");
+    daemon.book.behave(Manner::Polite);
+    client
+        .allocate(PAST_THE_ARENA, 4096)
+        .expect("it waits until the daemon may be looked for again");
+    client.disconnect().expect("quiet");
+}
+
+/// A daemon that was restarted and has not taken the program up yet has ended nothing: whoever takes it for one that ends
+/// believes that all which was asked is done.
+#[test]
+fn a_daemon_that_does_not_serve_yet_is_away() {
+    let Some(daemon) = Scripted::new("not-yet") else { return };
+    let client = daemon.client();
+    let block = client.allocate(1 << 20, 4096).expect("a block").address;
+    daemon.book.behave(Manner::NotYet);
+    daemon.book.vanish();
+    let is_away = || {
+        let error = client.discard_surely(block, 4096).expect_err("nobody serves");
+        assert_eq!(error.status, Status::ConnectionLost, "{error}");
+    };
+    is_away();
+    // From here on nobody waits, and what the daemon says is the answer.
+    let (asked, deadline) = (daemon.book.seen(says_child), Instant::now() + GENEROUS);
+    while daemon.book.seen(says_child) == asked {
+        assert!(Instant::now() < deadline, "it is not asked again");
+        is_away();
+        thread::sleep(TICK);
+    }
+    assert_eq!(daemon.book.discards_of(block), 0);
+    daemon.book.behave(Manner::Polite);
+    client.prefetch(block, 4096).expect("it serves");
+    client.discard_surely(block, 4096).expect("done");
     client.disconnect().expect("quiet");
 }

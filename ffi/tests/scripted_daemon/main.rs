@@ -39,6 +39,8 @@ const FAMILY: u64 = 0x1234_5678_9abc_def0;
 enum Manner {
     Polite,
     Refuses,
+    /// Processes that it served before it was restarted.
+    NotYet,
     TalksNonsense,
     GivesTwoDescriptors,
     OddLimbo,
@@ -51,9 +53,10 @@ enum Manner {
 
 const GREETED_LATE: Duration = Duration::from_millis(1500);
 
-const MANNERS: [Manner; 9] = [
+const MANNERS: [Manner; 10] = [
     Manner::Polite,
     Manner::Refuses,
+    Manner::NotYet,
     Manner::TalksNonsense,
     Manner::GivesTwoDescriptors,
     Manner::OddLimbo,
@@ -253,6 +256,10 @@ fn serve(stream: &Stream, book: &Book, device: &DeviceFd) {
                     }
                     Manner::Refuses => {
                         say(stream, &refusal(ErrorCode::NotPermitted));
+                        continue;
+                    }
+                    Manner::NotYet => {
+                        say(stream, &refusal(ErrorCode::ShuttingDown));
                         continue;
                     }
                     _ => RingOwner::create().expect("a ring"),
