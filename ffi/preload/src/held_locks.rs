@@ -159,13 +159,10 @@ mod wrapped {
     #[cfg(target_arch = "aarch64")]
     wrapped!("b");
 
-    /// # Safety
-    /// pthread_mutex_lock(3).
-    unsafe extern "C" fn lock(mutex: *mut pthread_mutex_t) -> c_int {
+    fn counted(lock: impl FnOnce() -> c_int) -> c_int {
         // Counted first: from the next instruction on a signal handler may find it locked.
         add();
-        // SAFETY: by contract.
-        let outcome = unsafe { __real_pthread_mutex_lock(mutex) };
+        let outcome = lock();
         if outcome != 0 {
             subtract();
         }
@@ -173,15 +170,17 @@ mod wrapped {
     }
 
     /// # Safety
+    /// pthread_mutex_lock(3).
+    unsafe extern "C" fn lock(mutex: *mut pthread_mutex_t) -> c_int {
+        // SAFETY: by contract.
+        counted(|| unsafe { __real_pthread_mutex_lock(mutex) })
+    }
+
+    /// # Safety
     /// pthread_mutex_trylock(3).
     unsafe extern "C" fn trylock(mutex: *mut pthread_mutex_t) -> c_int {
-        add();
         // SAFETY: by contract.
-        let outcome = unsafe { __real_pthread_mutex_trylock(mutex) };
-        if outcome != 0 {
-            subtract();
-        }
-        outcome
+        counted(|| unsafe { __real_pthread_mutex_trylock(mutex) })
     }
 
     /// # Safety

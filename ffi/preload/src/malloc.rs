@@ -125,11 +125,12 @@ pub(crate) unsafe extern "C" fn malloc(bytes: usize) -> *mut c_void {
 
 #[inline(never)]
 fn malloc_otherwise(bytes: usize) -> *mut c_void {
-    // SAFETY: both functions have the contract of this one.
     allocate(
         bytes,
         ALIGN,
+        // SAFETY: malloc has no preconditions.
         || unsafe { je::malloc(bytes.max(ALIGN)) },
+        // SAFETY: as above.
         |next| unsafe { (next.malloc)(bytes) },
     )
 }

@@ -83,13 +83,14 @@ pub(super) fn lock(client: &Client, range: Range<usize>, flags: Option<c_int>) -
             // SAFETY: as above.
             None => unsafe { native::mlock(range.start, range.len()) },
         };
-        outcome.inspect_err(|_| note_failed_lock(client, &range))?;
+        outcome.inspect_err(|_| forget_lock_unless_held(client, &range))?;
     }
     at_end
 }
 
-/// Beyond a limit nothing is locked; where pages could not be brought in all of it may be.
-pub(super) fn note_failed_lock(client: &Client, range: &Range<usize>) {
+/// Whether a range is locked that was not locked as it was asked, the kernel knows: beyond a limit nothing is, where
+/// pages could not be brought in all of it may be, and another thread may have locked it anew.
+pub(super) fn forget_lock_unless_held(client: &Client, range: &Range<usize>) {
     if leave_unless(Deed::Advise).is_ok() && !is_locked(range) {
         // Clearing never fails.
         let _cleared = change(client, range, 0, LOCKED).is_ok();
@@ -99,8 +100,7 @@ pub(super) fn note_failed_lock(client: &Client, range: &Range<usize>) {
 /// After munlockall.
 pub(super) fn note_all_unlocked(client: &Client) {
     for range in client.heap().changed(LOCKED) {
-        // Another thread may have locked it meanwhile.
-        note_failed_lock(client, &range);
+        forget_lock_unless_held(client, &range);
     }
 }
 

@@ -1,7 +1,7 @@
 //! munmap, and mmap over what is there.
 
 use super::Whose;
-use super::access::note_failed_lock;
+use super::access::forget_lock_unless_held;
 use super::advice::advise_as_usual;
 use super::held::release;
 use super::native::{self, Errno};
@@ -268,7 +268,7 @@ pub(super) fn set_up(client: &Client, range: &Range<usize>, mapping: Mapping) ->
         // SAFETY: a lock changes no byte.
         let is_locked = may(Deed::Lock) && unsafe { native::mlock(start, bytes) }.is_ok();
         if !is_locked {
-            note_failed_lock(client, range);
+            forget_lock_unless_held(client, range);
         }
     } else if mapping.flags & (POPULATE | libc::MAP_NONBLOCK) == POPULATE {
         let advice = if access & libc::PROT_WRITE == 0 {
