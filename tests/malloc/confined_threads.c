@@ -156,6 +156,16 @@ int main(void) {
         fill(much, 1 << 20, 5);
         free(much);
         CHECK(discards());
+    } else if (strcmp(what, "no-munlock") == 0) {
+        unsigned char *locked =
+            mmap(NULL, BLOCK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        CHECK(locked != MAP_FAILED);
+        fill(locked, BLOCK, 6);
+        CHECK(mlock(locked, BLOCK) == 0);
+        FORBID(SECCOMP_RET_KILL_PROCESS, 0, SYS_mprotect, SYS_munlock);
+        /* Whoever got it next would have it locked. */
+        CHECK(munmap(locked, BLOCK) == -1 && errno == EPERM);
+        verify(locked, BLOCK, 6, "what stays");
     } else {
         FAIL("WHAT=%s is unknown", what);
     }

@@ -142,8 +142,10 @@ fn a_filter_is_its_threads_and_leaves_the_others_what_they_had() {
 
 #[test]
 fn a_filter_that_ends_the_program_for_mprotect_leaves_it_its_memory() {
-    let settings = [("WHAT", "no-mprotect"), ("TIERMGR_REQUIRE", "0"), ("TIERMGR_MMAP", "1")];
-    at_half("confined_threads", &settings, 0);
+    for what in ["no-mprotect", "no-munlock"] {
+        let settings = [("WHAT", what), ("TIERMGR_REQUIRE", "0"), ("TIERMGR_MMAP", "1")];
+        at_half("confined_threads", &settings, 0);
+    }
     confined(&["kill-mprotect"], &[("TIERMGR_REQUIRE", "0")]);
 }
 
