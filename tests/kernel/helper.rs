@@ -316,19 +316,10 @@ impl Given {
     }
 }
 
-/// The memory of a client that has exited is still there until the helper is stopped: a child may need
-/// pages from its limbo.
-#[test]
-fn a_helper_keeps_the_memory_of_a_client_that_has_exited() {
-    let _begun = begin("lingering");
-    if userfaultfd(LIMBO).is_none() {
-        return;
-    }
+/// A client that has made a helper and exited; the helper's number, and a descriptor of it.
+fn exited_client(ring: &RingOwner) -> (i32, OwnedFd) {
     let (ours, theirs) = sock::Stream::pair().expect("pair");
-    let ring = RingOwner::create().expect("ring");
-    ring.begin_service();
-    let given = Given::of(&ring);
-    let area = Area::filled(4, 90);
+    let given = Given::of(ring);
     let client = fork(move || {
         let Some(helper) = given.spawn() else { return 1 };
         i32::from(theirs.send_with_fds(&helper.pid().to_ne_bytes(), &[]).is_err())
@@ -338,7 +329,21 @@ fn a_helper_keeps_the_memory_of_a_client_that_has_exited() {
     let pid = i32::from_ne_bytes(pid);
     let helper = pidfd::open(pid).expect("pidfd");
     assert_eq!(client.wait(), 0);
-    let mut ring = ring;
+    (pid, helper)
+}
+
+/// The memory of a client that has exited is still there until the helper is stopped: a child may need
+/// pages from its limbo.
+#[test]
+fn a_helper_keeps_the_memory_of_a_client_that_has_exited() {
+    let _begun = begin("lingering");
+    if userfaultfd(LIMBO).is_none() {
+        return;
+    }
+    let mut ring = RingOwner::create().expect("ring");
+    ring.begin_service();
+    let area = Area::filled(4, 90);
+    let (pid, helper) = exited_client(&ring);
     // Longer than it takes it to see that.
     thread::sleep(Duration::from_millis(300));
     let mut bytes = [0; 8];
@@ -359,16 +364,7 @@ fn a_helper_by_which_nobody_served_ends_with_its_client() {
     if userfaultfd(LIMBO).is_none() {
         return;
     }
-    let (ours, theirs) = sock::Stream::pair().expect("pair");
-    let given = Given::of(&RingOwner::create().expect("ring"));
-    let client = fork(move || {
-        let Some(helper) = given.spawn() else { return 1 };
-        i32::from(theirs.send_with_fds(&helper.pid().to_ne_bytes(), &[]).is_err())
-    });
-    let mut pid = [0; 4];
-    ours.recv_with_fds(&mut pid).expect("its pid");
-    let helper = pidfd::open(i32::from_ne_bytes(pid)).expect("pidfd");
-    assert_eq!(client.wait(), 0);
+    let (_, helper) = exited_client(&RingOwner::create().expect("ring"));
     // A third of the time for which it would have kept the memory.
     assert!(pidfd::wait(helper.as_fd(), Duration::from_secs(10)).expect("poll"));
 }

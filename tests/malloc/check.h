@@ -20,6 +20,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -181,21 +182,52 @@ static inline int own_children(void) {
     return count;
 }
 
-/* Whether the kernel can read a byte there for us. */
-static inline bool can_read(const void *at) {
+/* A pipe of this process, with nothing in it. */
+static inline const int *own_pipe(void) {
     static int ends[2] = {-1, -1};
     static pid_t owner;
-    char byte;
     if (owner != getpid()) {
         CHECK(pipe(ends) == 0);
         owner = getpid();
     }
+    return ends;
+}
+
+/* Whether the kernel can read a byte there for us. */
+static inline bool can_read(const void *at) {
+    const int *ends = own_pipe();
+    char byte;
     bool can = write(ends[1], at, 1) == 1;
     CHECK(can || errno == EFAULT);
     if (can)
         CHECK(read(ends[0], &byte, 1) == 1);
     errno = 0;
     return can;
+}
+
+/* Whether it can write one there. What is there stays. */
+static inline bool can_write(void *at) {
+    const int *ends = own_pipe();
+    unsigned char before = can_read(at) ? *(volatile unsigned char *)at : 0;
+    char byte = 0;
+    CHECK(write(ends[1], &byte, 1) == 1);
+    bool can = read(ends[0], at, 1) == 1;
+    if (can)
+        *(volatile unsigned char *)at = before;
+    else
+        CHECK(errno == EFAULT && read(ends[0], &byte, 1) == 1);
+    errno = 0;
+    return can;
+}
+
+/* Takes CAP_* away by number, all of them. */
+static inline void drop_capabilities(void) {
+    struct {
+        unsigned version;
+        int pid;
+    } header = {0x20080522, 0};
+    unsigned none[6] = {0};
+    CHECK(syscall(SYS_capset, &header, none) == 0);
 }
 
 /* Writes and reads a block of the size of the working set, so that whatever else is managed must

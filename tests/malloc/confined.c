@@ -63,16 +63,6 @@ static const struct {
     {"clone3", SYS_clone3},
 };
 
-/* Takes CAP_* away by number, all of them. */
-static void drop_capabilities(void) {
-    struct {
-        unsigned version;
-        int pid;
-    } header = {0x20080522, 0};
-    unsigned none[6] = {0};
-    CHECK(syscall(SYS_capset, &header, none) == 0);
-}
-
 static bool confine(const char *what) {
     for (size_t i = 0; i < sizeof calls / sizeof *calls; i++) {
         size_t length = strlen(what) - strlen(calls[i].name);

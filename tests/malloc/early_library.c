@@ -1,14 +1,7 @@
 /* A library that allocates in its constructor, at exit, and in threads of its own. */
 #include "check.h"
-#include <malloc.h>
+#include "of_allocator.h"
 #include <pthread.h>
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
-
-/* The allocator's; this library is not linked with it. */
-#pragma weak mallctl
-#pragma weak free_sized
-int mallctl(const char *, void *, size_t *, void *, size_t);
-void free_sized(void *, size_t);
 
 static unsigned char *early;
 static size_t early_bytes = 3 << 20;

@@ -2,24 +2,12 @@
  * alignment; and what the allocator says of itself. Where EXPECT_MANAGED is set, also that small blocks do
  * lie in managed memory and that jemalloc's own tables do not. */
 #include "check.h"
-#include <malloc.h>
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+#include "of_allocator.h"
 #include <sys/wait.h>
 
 #define LARGE ((size_t)128 << 10)
 
 extern void *small_library_block;
-/* The allocator's; this program is not linked with it. */
-#pragma weak mallctl
-#pragma weak mallctlnametomib
-#pragma weak mallctlbymib
-#pragma weak free_sized
-#pragma weak free_aligned_sized
-int mallctl(const char *, void *, size_t *, void *, size_t);
-int mallctlnametomib(const char *, size_t *, size_t *);
-int mallctlbymib(const size_t *, size_t, void *, size_t *, void *, size_t);
-void free_sized(void *, size_t);
-void free_aligned_sized(void *, size_t, size_t);
 
 static void *at_exit_block;
 

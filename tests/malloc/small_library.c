@@ -2,17 +2,7 @@
  * block is older than the allocator. The program frees it. */
 #include "check.h"
 #include "atfork_inside.h"
-
-#include <malloc.h>
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
-
-/* The allocator's; this library is not linked with it. */
-#pragma weak mallctl
-#pragma weak mallctlnametomib
-#pragma weak mallctlbymib
-int mallctl(const char *, void *, size_t *, void *, size_t);
-int mallctlnametomib(const char *, size_t *, size_t *);
-int mallctlbymib(const size_t *, size_t, void *, size_t *, void *, size_t);
+#include "of_allocator.h"
 
 void *small_library_block;
 static FILE *nowhere;

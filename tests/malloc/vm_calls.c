@@ -26,7 +26,6 @@
 #define SEED 1
 
 static const char *state, *current;
-static int pipe_ends[2];
 static unsigned char *block, *part;
 
 /* A word in each page of a block of the size of the working set: the cheapest that makes others leave. */
@@ -44,20 +43,6 @@ static void squeeze(void) {
 }
 
 static bool readable(const void *at) { return can_read(at); }
-
-/* Whether the kernel can write a byte there for us. */
-static bool writable(void *at) {
-    unsigned char before = readable(at) ? *(volatile unsigned char *)at : 0;
-    char byte = 0;
-    CHECK(write(pipe_ends[1], &byte, 1) == 1);
-    bool is_writable = read(pipe_ends[0], at, 1) == 1;
-    if (is_writable)
-        *(volatile unsigned char *)at = before;
-    else
-        CHECK(errno == EFAULT && read(pipe_ends[0], &byte, 1) == 1);
-    errno = 0;
-    return is_writable;
-}
 
 static void to_state(void) {
     if (strcmp(state, "native") == 0)
@@ -286,7 +271,7 @@ static void guarded(void) {
         CHECK(errno == EINVAL);
         return;
     }
-    CHECK(!readable(part) && !readable(part + PART - PAGE) && !writable(part));
+    CHECK(!readable(part) && !readable(part + PART - PAGE) && !can_write(part));
     around();
     CHECK(mprotect(part, PART, PROT_READ) == 0 && !readable(part));
     CHECK(mprotect(part, PART, PROT_READ | PROT_WRITE) == 0 && !readable(part));
@@ -400,7 +385,7 @@ static void mapped_anew(void) {
     zeros(part, PART);
     CHECK(map_fixed(part, PART, PROT_READ, anonymous | MAP_POPULATE, -1, 0) == part);
     zeros(part, PART);
-    CHECK(!writable(part));
+    CHECK(!can_write(part));
     around();
     pressure();
     around();
@@ -504,7 +489,7 @@ static void moved_to_a_place(void) {
     for (size_t i = 0; i < PART / 8; i++)
         if (((uint64_t *)place)[i] != pattern(SEED, FROM / 8 + i))
             FAIL("%s: word %zu is wrong after it was moved", current, i);
-    CHECK(!writable(place) && !readable(part));
+    CHECK(!can_write(place) && !readable(part));
     around();
     /* And back, over a part that is managed still: its first page is the second of ours. */
     CHECK(mprotect(place, PART, PROT_READ | PROT_WRITE) == 0);
@@ -543,7 +528,7 @@ static void shrunk(void) {
 static void protected(void) {
     CHECK(mprotect(part, PART, PROT_READ) == 0);
     unchanged();
-    CHECK(!writable(part) && !writable(part + PART - PAGE) && writable(part + PART));
+    CHECK(!can_write(part) && !can_write(part + PART - PAGE) && can_write(part + PART));
     CHECK(mprotect(part + PAGE, PAGE, PROT_NONE) == 0 && !readable(part + PAGE));
     CHECK(mremap(part, PART, 2 * PART, MREMAP_MAYMOVE) == MAP_FAILED && errno == EFAULT);
     pressure();
@@ -581,7 +566,7 @@ static void locked(void) {
 
 /* The same calls through libc's syscall(). */
 static void by_number(void) {
-    CHECK(syscall(SYS_mprotect, part, PART, PROT_READ) == 0 && !writable(part));
+    CHECK(syscall(SYS_mprotect, part, PART, PROT_READ) == 0 && !can_write(part));
     CHECK(syscall(SYS_pkey_mprotect, part, PART, PROT_READ | PROT_WRITE, -1) == 0);
     unchanged();
     if (syscall(SYS_mlock, part, PAGE) == 0)
@@ -669,7 +654,6 @@ int main(void) {
     state = getenv("STATE") ? getenv("STATE") : "native";
     const char *only = getenv("ONLY");
     is_mapped = getenv("MAPPED");
-    CHECK(pipe(pipe_ends) == 0);
     size_t cases = 0;
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
         if (only && !is_listed(only, table[i].name))

@@ -52,33 +52,33 @@ def test_everything_fits_a_cgroup_with_the_daemon_inside(run_bounded, workload, 
     assert_worked(counters, 256, 128)
 
 
-def test_a_cgroup_smaller_than_the_share_of_dram_is_parked_down_to(workload, folder):
-    with product.Daemon(folder, 512 * MIB, 1024 * MIB) as daemon, Box("small", 96 * MIB) as box:
-        client = box.popen([workload, "fill", "256", "1"], env=daemon.preloaded(),
-                           stderr=subprocess.PIPE, text=True)
+@contextlib.contextmanager
+def client_in_a_small_box(daemon, command):
+    """Runs a client to its end in a cgroup far below the daemon's limit; the body may do something meanwhile."""
+    with Box("small", 96 * MIB) as box:
+        client = box.popen(command, env=daemon.preloaded(), stderr=subprocess.PIPE, text=True)
         try:
+            yield
             _, complaint = client.communicate(timeout=120)
         finally:
             client.kill()
             client.communicate()
         assert client.returncode == 0, complaint
         assert box.oom_kills() == 0
+
+
+def test_a_cgroup_smaller_than_the_share_of_dram_is_parked_down_to(workload, folder):
+    with product.Daemon(folder, 512 * MIB, 1024 * MIB) as daemon:
+        with client_in_a_small_box(daemon, [workload, "fill", "256", "1"]):
+            pass
         assert daemon.status()["totals"]["parked_pages"] >= 160 * MIB // PAGE
 
 
 def test_a_new_daemon_parks_down_to_a_cgroup_that_is_full(workload, folder):
-    with product.Daemon(folder, 512 * MIB, 1024 * MIB) as daemon, Box("full", 96 * MIB) as box:
-        client = box.popen([workload, "fill", "192", "4"], env=daemon.preloaded(),
-                           stderr=subprocess.PIPE, text=True)
-        try:
+    with product.Daemon(folder, 512 * MIB, 1024 * MIB) as daemon:
+        with client_in_a_small_box(daemon, [workload, "fill", "192", "4"]):
             before = daemon.wait_for(lambda s: s["totals"]["recalled_pages"] > 10_000)
             os.kill(before["daemon_pid"], signal.SIGKILL)
-            _, complaint = client.communicate(timeout=60)
-        finally:
-            client.kill()
-            client.communicate()
-        assert client.returncode == 0, complaint
-        assert box.oom_kills() == 0
         after = daemon.status()
         assert after["restarts"] == 1 and after["totals"]["parked_pages"] > 10_000, after
 
