@@ -182,7 +182,7 @@ impl Scripted {
         let socket = folder.join(format!("{name}.{}", std::process::id()));
         // Left behind where an earlier run was killed.
         let _removed = fs::remove_file(&socket).is_ok();
-        let listener = Listener::bind(&socket, 0o600).expect("a socket in the target folder");
+        let listener = Listener::bind(&socket, 0o600, None).expect("a socket in the target folder");
         let book = Arc::new(Book::default());
         let own = Arc::clone(&book);
         thread::spawn(move || {
@@ -407,7 +407,7 @@ fn a_daemon_that_is_away_for_a_moment_gets_its_new_client() {
     client.disconnect().expect("ends in order");
     // Not for ever: nobody listens at the socket that a killed daemon left.
     let stale = daemon.socket.with_extension("stale");
-    drop(Listener::bind(&stale, 0o600).expect("binds"));
+    drop(Listener::bind(&stale, 0o600, None).expect("binds"));
     let began = Instant::now();
     let config = Config { socket: stale, ..daemon.config() };
     assert_eq!(Client::connect(config).expect_err("nobody").status, Status::NoDaemon);

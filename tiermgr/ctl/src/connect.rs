@@ -216,7 +216,7 @@ mod tests {
     #[test]
     fn a_daemon_that_takes_no_connection_is_named_as_such() {
         let path = std::env::temp_dir().join(format!("tiermgrctl-crowd-{}", std::process::id()));
-        let _listener = Listener::bind(&path, 0o600).unwrap();
+        let _listener = Listener::bind(&path, 0o600, None).unwrap();
         let brief = Duration::from_millis(1);
         let error = loop {
             // Whoever gave up has a place among those who wait all the same.

@@ -4,13 +4,16 @@
 //! here (the store with its lock above all) is closed by the keeper when the serving process dies.
 
 use crate::admit::{Admission, CONNECTIONS_MAX};
-use crate::config::machine::{is_on_tmpfs, not_on_tmpfs};
+use crate::config::machine::{
+    BOOT_NAME, LOCK_NAME, entry_of_others, is_on_tmpfs, not_on_tmpfs, not_ours,
+};
 use crate::config::{Config, ConfigError, LIMBO_BYTES_MIN};
 use crate::daemon::{Daemon, Identity};
 use crate::families::{Families, Shared};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::resource::{Resource, getrlimit};
+use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
@@ -71,6 +74,14 @@ pub enum StartError {
         /// Who should own it.
         wanted: u32,
     },
+    /// It is somebody's, whose files would be removed.
+    #[error("{}", not_ours(path, entry))]
+    NotOurs {
+        /// Where.
+        path: PathBuf,
+        /// Something that is there.
+        entry: OsString,
+    },
     /// Another daemon.
     #[error("another tiermgrd uses the state directory {} (`tiermgrctl status` shows it)", .0.display())]
     InUse(PathBuf),
@@ -126,10 +137,6 @@ const STORE_WAIT_FOR_LIVING: Duration = Duration::from_millis(500);
 /// Nobody only looks at the state directory: whoever has it and runs yet may have been killed a moment ago.
 const STATE_WAIT_FOR_LIVING: Duration = Duration::from_secs(2);
 const LOOK_EVERY: Duration = Duration::from_millis(5);
-/// Who holds a lock on this file of the state directory uses the directory.
-const LOCK_NAME: &str = "lock";
-/// Which boot the state directory is of.
-const BOOT_NAME: &str = "boot";
 
 /// What is probably wrong where the daemon cannot listen.
 fn guess(error: &io::Error) -> &'static str {
@@ -331,6 +338,9 @@ fn prepare_state_dir(
             wanted: identity.uid,
         });
     }
+    if let Some(entry) = entry_of_others(path).map_err(folder("looking into"))? {
+        return Err(StartError::NotOurs { path: path.to_owned(), entry });
+    }
     if !is_on_tmpfs(path) {
         let text = not_on_tmpfs(path);
         tracing::warn!("{text}");
@@ -390,7 +400,8 @@ fn forget_earlier_boot(path: &Path) -> io::Result<()> {
     }
     for entry in fs::read_dir(path)? {
         let entry = entry?;
-        if entry.file_name() == LOCK_NAME {
+        // Without the boot's file, which is written again below, what is left would be another's.
+        if entry.file_name() == LOCK_NAME || entry.file_name() == BOOT_NAME {
             continue;
         }
         if entry.file_type()?.is_dir() {
@@ -408,15 +419,7 @@ fn listen(config: &Config, group: Option<u32>) -> Result<Listener, StartError> {
     if let Some(folder) = path.parent() {
         fs::DirBuilder::new().recursive(true).mode(0o755).create(folder).map_err(fail)?;
     }
-    // Opened to others only once its group is right.
-    let first_mode = if group.is_some() { 0o600 } else { config.socket_mode.0 };
-    let listener = Listener::bind(path, first_mode).map_err(fail)?;
-    if let Some(group) = group {
-        std::os::unix::fs::chown(path, None, Some(group)).map_err(fail)?;
-        fs::set_permissions(path, fs::Permissions::from_mode(config.socket_mode.0))
-            .map_err(fail)?;
-    }
-    Ok(listener)
+    Listener::bind(path, config.socket_mode.0, group).map_err(fail)
 }
 
 #[cfg(test)]
@@ -446,6 +449,32 @@ mod tests {
         let second = lock_state_dir(&folder, identity);
         assert!(second.is_ok(), "{second:?}");
         ending.join().expect("it only sleeps");
+        fs::remove_dir_all(&folder).expect("ours");
+    }
+
+    #[test]
+    fn only_a_folder_of_a_daemon_is_cleared() {
+        let folder = std::env::temp_dir().join(format!("tiermgr-state-{}", std::process::id()));
+        fs::DirBuilder::new().mode(0o700).create(&folder).expect("a new folder");
+        let uid = nix::unistd::geteuid().as_raw();
+        let identity = Identity { keeper_pid: 0, restarts: 0, uid, embedded: false };
+        let prepare = || prepare_state_dir(&folder, identity, &mut Vec::new());
+        let letter = folder.join("letter");
+        fs::write(&letter, "dear").expect("write");
+        let refused = prepare().expect_err("it is somebody's");
+        assert!(
+            matches!(&refused, StartError::NotOurs { entry, .. } if entry == "letter"),
+            "{refused}"
+        );
+        assert_eq!(fs::read_to_string(&letter).expect("it is there"), "dear");
+        assert!(!folder.join(LOCK_NAME).exists());
+
+        fs::write(folder.join(BOOT_NAME), "another boot").expect("write");
+        drop(prepare().expect("a daemon's of an earlier boot"));
+        assert!(!letter.exists());
+        fs::write(&letter, "records of this boot").expect("write");
+        drop(prepare().expect("a daemon's of this boot"));
+        assert!(letter.exists());
         fs::remove_dir_all(&folder).expect("ours");
     }
 }

@@ -122,7 +122,7 @@ impl World {
     /// Starts the client on `scenario` and serves it.
     fn start(&self, scenario: &str) -> Child {
         let path = self.folders.state.join("socket");
-        let listener = Listener::bind(&path, 0o600).unwrap();
+        let listener = Listener::bind(&path, 0o600, None).unwrap();
         let executor = Arc::clone(&self.executor);
         thread::spawn(move || {
             while let Ok(stream) = listener.accept() {

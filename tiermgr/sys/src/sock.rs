@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -77,50 +77,75 @@ fn check(rc: i32) -> io::Result<()> {
     if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Whether there is a socket.
+///
+/// # Errors
+/// `AlreadyExists`: something else is there, which is nobody's to remove (to a connect it looks like a socket on which
+/// nobody listens).
+fn is_socket(path: &Path) -> io::Result<bool> {
+    match std::fs::symlink_metadata(path) {
+        Ok(found) if found.file_type().is_socket() => Ok(true),
+        Ok(_) => {
+            let text = format!(
+                "{} is there and is no socket; name another path, or move it away",
+                path.display()
+            );
+            Err(io::Error::new(io::ErrorKind::AlreadyExists, text))
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// A socket that listens at a path where there is nothing.
+fn bound(path: &Path, mode: u32, group: Option<u32>) -> io::Result<OwnedFd> {
+    let fd = new_socket()?;
+    // The socket file gets the mode of the descriptor. It is opened to others once its group is right.
+    // SAFETY: fchmod takes integers.
+    check(unsafe { libc::fchmod(fd.as_raw_fd(), 0o600) })?;
+    let (address, len) = address(path)?;
+    // SAFETY: bind reads one sockaddr_un of `len` bytes.
+    check(unsafe { libc::bind(fd.as_raw_fd(), (&raw const address).cast(), len) })?;
+    if group.is_some() {
+        std::os::unix::fs::chown(path, None, group)?;
+    }
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))?;
+    // SAFETY: listen takes integers.
+    check(unsafe { libc::listen(fd.as_raw_fd(), BACKLOG) })?;
+    Ok(fd)
+}
+
 impl Listener {
-    /// Listens at `path` with the permissions `mode`. A socket file on which nobody listens is replaced.
+    /// Listens at `path` with the permissions `mode`, for a group if there is one. A socket file on which nobody
+    /// listens is replaced.
     ///
     /// # Errors
-    /// `AddrInUse`: somebody listens there, or the path is no socket. `InvalidInput`: the path is too long.
-    pub fn bind(path: &Path, mode: u32) -> io::Result<Self> {
-        let fd = new_socket()?;
-        // The socket file gets the mode of the descriptor, so that it is never wider open than asked.
-        // SAFETY: fchmod takes integers.
-        check(unsafe { libc::fchmod(fd.as_raw_fd(), mode) })?;
-        let bind = |path: &Path| {
-            let (address, len) = address(path)?;
-            // SAFETY: bind reads one sockaddr_un of `len` bytes.
-            check(unsafe { libc::bind(fd.as_raw_fd(), (&raw const address).cast(), len) })
+    /// `AddrInUse`: somebody listens there. `AlreadyExists`: what is there is no socket. `InvalidInput`: the path is too
+    /// long. What chown says of the group.
+    pub fn bind(path: &Path, mode: u32, group: Option<u32>) -> io::Result<Self> {
+        address(path)?;
+        let is_taken = || match Stream::connect_within(path, Duration::ZERO) {
+            Err(refused) => refused.kind() != io::ErrorKind::ConnectionRefused,
+            Ok(_) => true,
         };
-        match bind(path) {
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-                // Whoever lets others wait to be accepted listens, too.
-                match Stream::connect_within(path, Duration::ZERO) {
-                    Err(refused) if refused.kind() == io::ErrorKind::ConnectionRefused => {}
-                    _ => return Err(error),
-                }
-                // A client must find a socket at any instant: one that is not there means that no daemon
-                // is to come.
-                let mut aside = path.as_os_str().to_owned();
-                aside.push("~");
-                let aside = PathBuf::from(aside);
-                if address(&aside).is_ok() {
-                    if aside.exists() {
-                        std::fs::remove_file(&aside)?;
-                    }
-                    bind(&aside)?;
-                    std::fs::rename(&aside, path)?;
-                } else {
-                    std::fs::remove_file(path)?;
-                    bind(path)?;
-                }
-            }
-            other => other?,
+        // Whoever lets others wait to be accepted listens, too.
+        if is_socket(path)? && is_taken() {
+            return Err(io::Error::from_raw_os_error(libc::EADDRINUSE));
         }
-        // The umask may have taken bits away.
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))?;
-        // SAFETY: listen takes integers.
-        check(unsafe { libc::listen(fd.as_raw_fd(), BACKLOG) })?;
+        // A client must find a socket at any instant, and one that is ready: where there is none, or one that is not
+        // for it, no daemon is to come.
+        let mut aside = path.as_os_str().to_owned();
+        aside.push("~");
+        let aside = PathBuf::from(aside);
+        let fits = address(&aside).is_ok();
+        let place = if fits { &aside } else { path };
+        if is_socket(place)? {
+            std::fs::remove_file(place)?;
+        }
+        let fd = bound(place, mode, group)?;
+        if fits {
+            std::fs::rename(&aside, path)?;
+        }
         Ok(Self { fd, path: path.to_owned() })
     }
 

@@ -77,7 +77,7 @@ fn a_wait_for_a_message_ends() {
 fn a_listener_takes_over_a_stale_path_and_respects_a_live_one() {
     let folder = folder();
     let path = folder.join("s");
-    let first = Listener::bind(&path, 0o600).expect("bind");
+    let first = Listener::bind(&path, 0o600, None).expect("bind");
     let mode = std::fs::metadata(&path).expect("stat").permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
     let client = Stream::connect_within(&path, Duration::from_secs(10)).expect("connect");
@@ -85,13 +85,60 @@ fn a_listener_takes_over_a_stale_path_and_respects_a_live_one() {
     assert_eq!(server.peer_cred().expect("cred").pid, std::process::id().cast_signed());
     client.send_with_fds(b"x", &[]).expect("send");
     assert_eq!(server.recv_with_fds(&mut [0; 8]).expect("receive").0, 1);
-    let taken = Listener::bind(&path, 0o600).expect_err("somebody listens");
+    let taken = Listener::bind(&path, 0o600, None).expect_err("somebody listens");
     assert_eq!(taken.kind(), io::ErrorKind::AddrInUse);
     drop(first);
-    Listener::bind(&path, 0o666).expect("a stale socket is replaced");
+    Listener::bind(&path, 0o666, None).expect("a stale socket is replaced");
     let long = folder.join("x".repeat(200));
-    let error = Listener::bind(&long, 0o600).expect_err("too long");
+    let error = Listener::bind(&long, 0o600, None).expect_err("too long");
     assert!(error.to_string().contains("107"));
+    std::fs::remove_dir_all(folder).expect("clean");
+}
+
+#[test]
+fn a_file_in_the_way_of_a_listener_stays() {
+    let folder = folder();
+    let (path, aside) = (folder.join("s"), folder.join("s~"));
+    for in_the_way in [&path, &aside] {
+        std::fs::write(in_the_way, "a letter").expect("write");
+        let error = Listener::bind(&path, 0o600, None).expect_err("it is there");
+        assert_eq!(error.kind(), io::ErrorKind::AlreadyExists);
+        assert!(error.to_string().contains(in_the_way.to_str().expect("a name")), "{error}");
+        assert_eq!(std::fs::read(in_the_way).expect("read"), b"a letter");
+        std::fs::remove_file(in_the_way).expect("it is there");
+    }
+    std::fs::remove_dir_all(folder).expect("clean");
+}
+
+/// A client that finds another one takes it that no daemon is to come, or none for it.
+#[test]
+fn a_socket_is_ready_from_the_first_instant_on() {
+    use std::os::unix::fs::MetadataExt;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    let folder = folder();
+    let path = folder.join("s");
+    // SAFETY: no preconditions.
+    let group = unsafe { libc::getegid() };
+    let is_over = AtomicBool::new(false);
+    let odd = std::thread::scope(|scope| {
+        let seen = scope.spawn(|| {
+            let mut odd = Vec::new();
+            while !is_over.load(Ordering::Relaxed) {
+                if let Ok(found) = std::fs::metadata(&path)
+                    && found.mode() & 0o777 != 0o666
+                {
+                    odd.push(found.mode());
+                }
+            }
+            odd
+        });
+        for _ in 0..1000 {
+            drop(Listener::bind(&path, 0o666, Some(group)).expect("bind"));
+        }
+        is_over.store(true, Ordering::Relaxed);
+        seen.join().expect("no panic")
+    });
+    assert_eq!(odd, []);
     std::fs::remove_dir_all(folder).expect("clean");
 }
 
@@ -114,11 +161,11 @@ fn crowd(path: &Path) -> usize {
 fn a_connect_that_is_not_accepted_ends() {
     let folder = folder();
     let path = folder.join("s");
-    let listener = Listener::bind(&path, 0o600).expect("bind");
+    let listener = Listener::bind(&path, 0o600, None).expect("bind");
     assert!(crowd(&path) >= usize::try_from(BACKLOG).expect("a number"));
     let error = Stream::connect_within(&path, Duration::ZERO).expect_err("no room");
     assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
-    let taken = Listener::bind(&path, 0o600).expect_err("somebody listens");
+    let taken = Listener::bind(&path, 0o600, None).expect_err("somebody listens");
     assert_eq!(taken.kind(), io::ErrorKind::AddrInUse);
     drop(listener.accept().expect("one that gave up"));
     let client = Stream::connect_within(&path, Duration::from_secs(10)).expect("there is room");
@@ -162,7 +209,7 @@ fn under_a_timer<T>(inside: impl FnOnce() -> T) -> T {
 fn a_connect_that_is_not_accepted_ends_under_a_timer() {
     let folder = folder();
     let path = folder.join("s");
-    let _listener = Listener::bind(&path, 0o600).expect("bind");
+    let _listener = Listener::bind(&path, 0o600, None).expect("bind");
     crowd(&path);
     let (began, wait) = (Instant::now(), Duration::from_millis(200));
     let error = under_a_timer(|| Stream::connect_within(&path, wait).expect_err("no room"));

@@ -2,7 +2,9 @@
 
 use super::{Config, ConfigError, StoreSize};
 use nix::sys::statfs;
+use std::ffi::{OsStr, OsString};
 use std::path::Path;
+use std::{fs, io};
 use tiermgr_engine::store::{self, StoreError};
 use tiermgr_sys::{disk, proc};
 use tiermgr_wire::chain;
@@ -19,6 +21,9 @@ impl Config {
         self.group_id()?;
         if !is_on_tmpfs(&self.state_dir) {
             warnings.push(not_on_tmpfs(&self.state_dir));
+        }
+        if let Ok(Some(entry)) = entry_of_others(&self.state_dir) {
+            warnings.push(format!("`state_dir`: {}", not_ours(&self.state_dir, &entry)));
         }
         let machine_bytes = proc::meminfo_bytes("MemTotal").unwrap_or(u64::MAX);
         warnings.extend(self.beyond_the_machine(machine_bytes));
@@ -70,6 +75,39 @@ impl super::StoreSettings {
             StoreSize::Bytes(size) => Some(size.0),
         }
     }
+}
+
+/// Who holds a lock on this file of a state directory uses the directory.
+pub const LOCK_NAME: &str = "lock";
+/// Which boot a state directory is of. Of the files that a daemon makes there only the lock is older.
+pub const BOOT_NAME: &str = "boot";
+
+/// Something in a folder that no daemon has made its state directory. A daemon removes what is in that.
+///
+/// # Errors
+/// Of listing it; `NotFound` if there is none.
+pub fn entry_of_others(state_dir: &Path) -> io::Result<Option<OsString>> {
+    let mut other = None;
+    for entry in fs::read_dir(state_dir)? {
+        let name = entry?.file_name();
+        if name == BOOT_NAME {
+            return Ok(None);
+        }
+        if name != LOCK_NAME {
+            other = Some(name);
+        }
+    }
+    Ok(other)
+}
+
+/// What to say where there is something.
+#[must_use]
+pub fn not_ours(state_dir: &Path, entry: &OsStr) -> String {
+    format!(
+        "the folder {} holds {}, which is not tiermgrd's; name an empty folder, or one that is not there",
+        state_dir.display(),
+        Path::new(entry).display()
+    )
 }
 
 /// Whether a folder is, or would be made, on a tmpfs.
