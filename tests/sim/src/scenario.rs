@@ -83,6 +83,8 @@ pub struct Habits {
     pub raw_unmap: u32,
     /// Requests that make no sense.
     pub nonsense: u32,
+    /// Change the protection of a part. Not drawn: see [`Bias::Splits`].
+    pub split: u32,
     /// Exit. A chance in a thousand turns, not a weight.
     pub exit: u32,
 }
@@ -101,11 +103,14 @@ pub enum Bias {
     Unmaps,
     /// A memory cgroup smaller than the share of DRAM, and others who have all large buffers.
     FullGroup,
+    /// Memory in many small mappings, forked while it comes and goes.
+    Splits,
 }
 
 impl Bias {
     /// All but none.
-    pub const ALL: [Self; 4] = [Self::Ends, Self::DeadStore, Self::Unmaps, Self::FullGroup];
+    pub const ALL: [Self; 5] =
+        [Self::Ends, Self::DeadStore, Self::Unmaps, Self::FullGroup, Self::Splits];
 
     /// The one with that name.
     #[must_use]
@@ -230,12 +235,27 @@ impl Scenario {
                 self.threads = 3;
             }
             Bias::FullGroup => return self.fill_group(),
+            Bias::Splits => return self.split(),
         }
         self.procs_max = 5;
         self.habits.fork = 10;
         self.config.has_move = true;
         // Pages rest for long in limbo, where no slot has them.
         self.config.probation_ns = 10_000_000;
+    }
+
+    /// A fill is refused whole where its extent lies in two mappings, and a fork comes before that is known.
+    const fn split(&mut self) {
+        self.layout.page_bytes = 4096;
+        self.config.geometry.page_bytes = 4096;
+        self.habits.split = 60;
+        self.habits.fork = 30;
+        self.habits.prefetch = 300;
+        self.threads = 3;
+        self.procs_max = 12;
+        self.faults.interleave = 900;
+        // Most of what is touched is parked.
+        self.config.budget_bytes = 3 * CHUNK_BYTES;
     }
 
     /// Room comes from what is written out, and from nothing else. Frames that a fork left shared leave only
@@ -315,6 +335,7 @@ impl Habits {
             fork: sometimes(rng, &[3, 15]),
             raw_unmap: sometimes(rng, &[1, 4]),
             nonsense: sometimes(rng, &[10]),
+            split: 0,
             exit: sometimes(rng, &[1, 3]),
         }
     }

@@ -193,6 +193,7 @@ impl World {
             habits.fork * room,
             habits.raw_unmap,
             habits.nonsense * asks,
+            habits.split,
         ];
         match self.rng.weighted(&weights) {
             0 => self.begin_touch(proc, thread, Access::Read),
@@ -235,7 +236,8 @@ impl World {
             }
             12 => self.begin_fork(proc, thread),
             13 => self.begin_raw_unmap(proc, thread),
-            _ => self.begin_nonsense(proc, thread),
+            14 => self.begin_nonsense(proc, thread),
+            _ => self.split(proc),
         }
     }
 
@@ -452,6 +454,13 @@ impl World {
         parent.mm.changing += 1;
         parent.threads[thread].state = State::Forking(child);
         self.say(format_args!("process {proc} forks {child}"));
+        true
+    }
+
+    fn split(&mut self, proc: usize) -> bool {
+        let Some((first, pages)) = self.some_pages(proc) else { return false };
+        let apart = self.rng.chance(800);
+        self.procs[proc].mm.split(first, pages, apart);
         true
     }
 

@@ -64,12 +64,13 @@ pub struct Page {
     pub vma: Vma,
     /// A fork has shared it, and nobody has protected it since: a write copies it without a word.
     pub unshielded: bool,
+    /// The page before it lies in another mapping, be it one with other protection.
+    pub edge: bool,
 }
 
 impl Page {
-    const HOLE: Self = Self { pte: Pte::NONE, vma: Vma::Hole, unshielded: false };
-    const LIMBO: Self =
-        Self { pte: Pte::NONE, vma: Vma::Managed { armed: true }, unshielded: false };
+    const HOLE: Self = Self { pte: Pte::NONE, vma: Vma::Hole, unshielded: false, edge: false };
+    const LIMBO: Self = Self { vma: Vma::Managed { armed: true }, ..Self::HOLE };
 }
 
 /// Where things lie: an arena of chunks, and limbo.
@@ -306,6 +307,10 @@ impl Mm {
         if let Some(refusal) = self.refusal(span) {
             return (0, refusal);
         }
+        let has_edge = |at| self.page(at).is_some_and(|page| page.edge);
+        if self.pages_of(span).skip(1).any(has_edge) {
+            return (0, IoctlOutcome::NoRange);
+        }
         let mut bytes = 0;
         let mut outcome = IoctlOutcome::Done;
         for (at, &generation) in self.pages_of(span).zip(generations) {
@@ -320,6 +325,14 @@ impl Mm {
         }
         self.wake(Span::new(to, bytes));
         (bytes, outcome)
+    }
+
+    /// `mprotect`: mappings begin and end where a range has other protection than what lies beside it.
+    pub fn split(&mut self, first: usize, pages: u64, apart: bool) {
+        let end = first + crate::ix(pages);
+        for page in first..=end.min(self.arena.len() - 1) {
+            self.arena[page].edge = apart && (page == first || page == end);
+        }
     }
 
     /// `UFFDIO_WRITEPROTECT`. Clearing wakes.
@@ -486,7 +499,7 @@ impl Mm {
                     let own = frames.alloc(frames.generation(*frame));
                     child.silent_copies += 1;
                     let pte = Pte::Present { frame: own, wp: *wp, exclusive: true };
-                    *copy = Page { pte, vma: mine.vma, unshielded: false };
+                    *copy = Page { pte, unshielded: false, ..*mine };
                     continue;
                 }
                 frames.map(*frame);

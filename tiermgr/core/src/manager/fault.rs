@@ -323,7 +323,7 @@ impl<R: Records> Manager<R> {
         let Some(space) = self.spaces.get_mut(&proc) else {
             return Served::Yes;
         };
-        let id = self.shared.begin(space, Op { proc, at, kind: Kind::Unprotect });
+        let id = self.shared.begin(space, Op { proc, at, kind: Kind::Unprotect { page: None } });
         if let Some(region) = space.region_at_mut(at) {
             let extent = region.extent_of(at);
             Shared::<R>::lock(region, extent, id);
@@ -497,9 +497,7 @@ impl<R: Records> Manager<R> {
             return;
         }
         match self.shared.ops.get(id).map(|op| &op.kind) {
-            Some(Kind::Unprotect) => {
-                self.end_extent_op(id, outcome != IoctlOutcome::Done, effects);
-            }
+            Some(&Kind::Unprotect { page }) => self.on_unprotected(id, page, outcome, effects),
             Some(Kind::Shield { .. } | Kind::Probe) => {
                 self.end_plain_op(id);
             }
@@ -507,6 +505,29 @@ impl<R: Records> Manager<R> {
             Some(Kind::Prepare(_)) => self.on_prepared(id, outcome, effects),
             _ => {}
         }
+    }
+
+    fn on_unprotected(
+        &mut self,
+        id: OpId,
+        page: Option<u32>,
+        outcome: IoctlOutcome,
+        effects: &mut Vec<Effect>,
+    ) {
+        let next = match page {
+            None if outcome == IoctlOutcome::NoRange => 0,
+            Some(page) if outcome != IoctlOutcome::NoProcess => page + 1,
+            _ => self.shared.extent_pages(),
+        };
+        if next >= self.shared.extent_pages() {
+            // What was cleared has woken whoever slept there, page by page too: they are woken once more for nothing.
+            self.end_extent_op(id, outcome != IoctlOutcome::Done || page.is_some(), effects);
+            return;
+        }
+        if let Some(op) = self.shared.ops.get_mut(id) {
+            op.kind = Kind::Unprotect { page: Some(next) };
+        }
+        self.issue(id, effects);
     }
 
     /// Ends an operation that holds no extent.

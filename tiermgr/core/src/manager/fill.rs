@@ -395,7 +395,8 @@ impl<R: Records> Manager<R> {
                 effects.push(Effect::Wake { proc, span: page });
             }
             // A fork saw the rest missing: it must not appear now.
-            IoctlOutcome::EventsPending | IoctlOutcome::NoMemory if fill.cancelled => {}
+            IoctlOutcome::EventsPending | IoctlOutcome::NoMemory | IoctlOutcome::NoRange
+                if fill.cancelled => {}
             IoctlOutcome::EventsPending => {
                 self.set_fill_piece(id, piece, bytes, piece.len - bytes);
                 self.retry_later(id, 0);

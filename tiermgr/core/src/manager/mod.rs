@@ -440,12 +440,24 @@ impl<R: Records> Manager<R> {
                 Some(Effect::Zero { op: id, proc, to: Span::new(zero.piece.start, zero.piece.len) })
             }
             Kind::Rescue(rescue) => Some(self.shared.rescue_effect(id, op, rescue, &self.spaces)),
-            Kind::Unprotect | Kind::Prepare(Prepare::Unprotecting) => Some(Effect::Protect {
-                op: id,
-                proc,
-                span: Span::new(op.at, extent_bytes),
-                on: false,
-            }),
+            Kind::Unprotect { page: Some(page) } => {
+                let page_bytes = self.shared.page_bytes();
+                let start = op.at.plus(u64::from(*page) * page_bytes);
+                Some(Effect::Protect {
+                    op: id,
+                    proc,
+                    span: Span::new(start, page_bytes),
+                    on: false,
+                })
+            }
+            Kind::Unprotect { page: None } | Kind::Prepare(Prepare::Unprotecting) => {
+                Some(Effect::Protect {
+                    op: id,
+                    proc,
+                    span: Span::new(op.at, extent_bytes),
+                    on: false,
+                })
+            }
             Kind::Guard { count, .. } => Some(Effect::Protect {
                 op: id,
                 proc,

@@ -22,8 +22,9 @@ pub(crate) enum Kind {
     Zero(Zero),
     /// Brings an extent back from limbo.
     Rescue(Rescue),
-    /// Clears write protection of an extent that was written to.
-    Unprotect,
+    /// Clears write protection of an extent that was written to. Where others have a part of it, in which the kernel
+    /// stops: of one page after the other.
+    Unprotect { page: Option<u32> },
     /// Write-protects a region after a fork.
     Shield { span: Span },
     /// Moves a run of extents of one chunk to limbo.

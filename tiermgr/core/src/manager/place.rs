@@ -128,7 +128,8 @@ impl<R: Records> Manager<R> {
             let Some(space) = self.spaces.get_mut(&proc) else {
                 return;
             };
-            let id = self.shared.begin(space, Op { proc, at, kind: Kind::Unprotect });
+            let id =
+                self.shared.begin(space, Op { proc, at, kind: Kind::Unprotect { page: None } });
             if let Some(region) = space.region_at_mut(at) {
                 let extent = region.extent_of(at);
                 Shared::<R>::lock(region, extent, id);

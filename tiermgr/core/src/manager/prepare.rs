@@ -212,7 +212,7 @@ impl<R: Records> Manager<R> {
             return;
         }
         if fault.protected {
-            let op = Op { proc: fault.proc, at, kind: Kind::Unprotect };
+            let op = Op { proc: fault.proc, at, kind: Kind::Unprotect { page: None } };
             let id = self.shared.begin(space, op);
             self.issue(id, effects);
             return;

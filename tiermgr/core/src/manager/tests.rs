@@ -73,6 +73,8 @@ struct Machine {
     holds_disarming: bool,
     /// Whose address space has nothing of ours where it is to be armed.
     foreign_to: Option<ProcId>,
+    /// Others have this page.
+    foreign_page: Option<Addr>,
     /// Probes stay unanswered, as while a message is unread.
     holds_probes: bool,
     /// How the next copies end, those of zeros too; `None` stays unanswered. Further ones end well.
@@ -114,6 +116,7 @@ impl Machine {
             orders: Vec::new(),
             arming: IoctlOutcome::Done,
             foreign_to: None,
+            foreign_page: None,
             holds_disarming: false,
             holds_probes: false,
             copies: VecDeque::new(),
@@ -195,6 +198,11 @@ impl Machine {
                 Event::Armed { op, outcome: if on { self.arming } else { outcome } }
             }
             Effect::Probe { .. } if self.holds_probes => return None,
+            Effect::Protect { op, span, .. }
+                if self.foreign_page.is_some_and(|page| span.contains(page)) =>
+            {
+                Event::Protected { op, outcome: IoctlOutcome::NoRange }
+            }
             Effect::Protect { op, .. } | Effect::Probe { op, .. } => {
                 Event::Protected { op, outcome }
             }
@@ -640,4 +648,27 @@ fn a_page_beside_a_pin_may_be_mapped_no_longer() {
             assert!(machine.manager.state_of(PROC, Addr(page)).is_some_and(PageState::is_resident));
         }
     }
+}
+
+/// The kernel stops at what is not registered: a write behind it would fault for ever.
+#[test]
+fn a_write_behind_a_page_of_others_goes_on() {
+    let mut machine = with_parked();
+    machine.turn(Event::Budget { bytes: 1 << 30 });
+    let fault = |page, write| Event::Faulted {
+        proc: PROC,
+        at: BASE.plus(page * PAGE),
+        write,
+        protected: write,
+    };
+    machine.turn(fault(12, false));
+    machine.foreign_page = Some(BASE.plus(8 * PAGE));
+    machine.orders.clear();
+    machine.turn(fault(12, true));
+    for page in (0..16).filter(|&page| page != 8) {
+        let span = Span::new(BASE.plus(page * PAGE), PAGE);
+        let clears = |order: &Effect| matches!(*order, Effect::Protect { span: of, on: false, .. } if of == span);
+        assert!(machine.orders.iter().any(clears), "page {page}: {:?}", machine.orders);
+    }
+    assert_eq!(machine.manager.state_of(PROC, BASE.plus(12 * PAGE)), Some(PageState::Dirty));
 }

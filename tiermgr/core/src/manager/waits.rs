@@ -43,7 +43,7 @@ const fn waits_on(kind: &Kind) -> WaitsOn {
         Kind::Fill(_)
         | Kind::Zero(_)
         | Kind::Rescue(_)
-        | Kind::Unprotect
+        | Kind::Unprotect { .. }
         | Kind::Shield { .. }
         | Kind::Guard { .. }
         | Kind::MoveCheck { .. }

@@ -296,6 +296,29 @@ fn a_drain_brings_back_what_lies_beside_a_page_that_is_mapped_no_longer() {
     assert!(back.is_some() && back < disarmed, "{:?}", machine.orders);
 }
 
+/// Where an extent lies in two mappings a copy of all of it is refused, and one of each page is not. Between the two a
+/// fork has seen all of them missing.
+#[test]
+fn a_fill_does_not_go_on_page_by_page_after_a_fork() {
+    let mut machine = with_parked();
+    machine.turn(Event::Budget { bytes: 1 << 30 });
+    machine.copies.push_back(None);
+    machine.turn(Event::Faulted { proc: PROC, at: BASE, write: false, protected: false });
+    let copy = |order: &Effect| match *order {
+        Effect::Copy { op, proc: PROC, .. } => Some(op),
+        _ => None,
+    };
+    let op = machine.orders.iter().find_map(copy).expect("a fill");
+    machine.orders.clear();
+    machine.turn(FORK);
+    machine.turn(Event::Copied { op, bytes: 0, outcome: IoctlOutcome::NoRange });
+    assert_eq!(machine.orders.iter().find_map(copy), None, "{:?}", machine.orders);
+    for page in 0..16 {
+        let at = BASE.plus(page * PAGE);
+        assert_eq!(machine.manager.state_of(CHILD, at), Some(PageState::Parked), "page {page}");
+    }
+}
+
 /// A thread forks, and before the message of that can be read another one unmaps: what the first has
 /// copied is its child's.
 #[test]
