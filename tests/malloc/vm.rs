@@ -27,7 +27,7 @@ fn calls_on(state: &str, settings: &[(&str, &str)], flags: &[&str]) {
 /// What the table says is what Linux does.
 #[test]
 fn vm_calls_of_linux() {
-    for name in ["vm_calls", "vm_kept"] {
+    for name in ["vm_calls", "vm_kept", "vm_beside"] {
         let mut command = Command::new(program(name));
         let output = run_within(command.env("SIZE", SIZE), Duration::from_secs(60));
         let output = output.expect("ends in time");
@@ -41,6 +41,14 @@ fn locks_and_dumps_are_what_the_kernel_knows() {
     stage.expect_ok(stage.command(&program("vm_kept")).env("SIZE", SIZE));
     let mapped = [("MAPPED", "1"), ("TIERMGR_MMAP", "1"), ("TIERMGR_MMAP_MIN", "64K")];
     stage.expect_ok(stage.command(&program("vm_kept")).env("SIZE", SIZE).envs(mapped));
+}
+
+#[test]
+fn memory_beside_that_of_others_is_served_as_any() {
+    let Some(stage) = Stage::new("vm-beside", DRAM, &[]) else { return };
+    stage.expect_ok(stage.command(&program("vm_beside")).env("SIZE", SIZE));
+    let mapped = [("MAPPED", "1"), ("TIERMGR_MMAP", "1"), ("TIERMGR_MMAP_MIN", "64K")];
+    stage.expect_ok(stage.command(&program("vm_beside")).env("SIZE", SIZE).envs(mapped));
 }
 
 #[test]

@@ -60,15 +60,27 @@ static void wiped(int access) {
     verify(secret, 4 * MIB, 1, "read back");
     CHECK(mprotect(secret, 4 * MIB, access) == 0);
     CHECK(madvise(secret, 4 * MIB, MADV_WIPEONFORK) == 0);
+    int status;
     pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
         push_out();
         CHECK(mprotect(secret, 4 * MIB, PROT_READ) == 0);
         verify_zero(secret, 4 * MIB, "wiped");
+        /* Nor do its own children see what it writes there. */
+        CHECK(mprotect(secret, 4 * MIB, PROT_READ | PROT_WRITE) == 0);
+        fill(secret, 4 * MIB, 7);
+        push_out();
+        child = fork();
+        CHECK(child >= 0);
+        if (child == 0) {
+            verify_zero(secret, 4 * MIB, "wiped again");
+            _exit(0);
+        }
+        CHECK(waitpid(child, &status, 0) == child && status == 0);
+        verify(secret, 4 * MIB, 7, "the child's");
         _exit(0);
     }
-    int status;
     CHECK(waitpid(child, &status, 0) == child && status == 0);
     CHECK(can_write(secret) == (access == (PROT_READ | PROT_WRITE)));
     CHECK(mprotect(secret, 4 * MIB, PROT_READ | PROT_WRITE) == 0);

@@ -167,6 +167,7 @@ pub(super) fn mmap(client: &Client, range: Range<usize>, mapping: Mapping) -> Ou
         && flags & (libc::MAP_HUGETLB | libc::MAP_GROWSDOWN) == 0;
     let start = range.start;
     if is_plain {
+        try_elsewhere(mapping)?;
         for run in client.heap().runs(range, |flags| flags) {
             if run.ours && run.kind & REPLACED == 0 {
                 claim_each(client, &run.range, |part, claim| match claim {
@@ -182,6 +183,26 @@ pub(super) fn mmap(client: &Client, range: Range<usize>, mapping: Mapping) -> Ou
         replace(client, &range, mapping)?;
     }
     Ok(start)
+}
+
+/// What the kernel has against flags that are not usual shows before anything is lost.
+fn try_elsewhere(mapping: Mapping) -> Result<(), Errno> {
+    const PLACE: c_int = libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE | libc::MAP_POPULATE;
+    const USUAL: c_int = PLACE
+        | libc::MAP_PRIVATE
+        | libc::MAP_ANONYMOUS
+        | libc::MAP_NORESERVE
+        | libc::MAP_STACK
+        | libc::MAP_NONBLOCK;
+    if mapping.flags & !USUAL == 0 {
+        return Ok(());
+    }
+    leave_unless(Deed::Map)?;
+    let bytes = page_bytes();
+    // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
+    let made = unsafe { native::mmap(0, bytes, mapping.access, mapping.flags & !PLACE, -1, 0) }?;
+    // SAFETY: nobody has seen it yet.
+    unsafe { native::munmap(made, bytes) }.map(|_zero| ())
 }
 
 /// Whether all of a range is managed and unmapped. One that lies in part outside meets the guard page of
@@ -339,7 +360,7 @@ fn put_over_claimed(
             _ => change(client, part, UNMAPPED, 0),
         })?;
         edges.arm(&run.range)?;
-        edges.hold(&run.range)?;
+        edges.hold(&run.range, range)?;
     }
     for run in client.heap().runs(range.clone(), |flags| flags) {
         if run.ours && is_managed(run.kind) {
@@ -378,10 +399,18 @@ impl<'a> Edges<'a> {
         Ok(())
     }
 
-    fn hold(&mut self, range: &Range<usize>) -> Result<(), Errno> {
-        for edge in [range.start, range.end] {
-            if !edge.is_multiple_of(EXTENT) {
-                self.pin(edge & !(EXTENT - 1))?;
+    /// Holds the extents of a managed range that lie partly outside of `whole`, in which it lies, by a page there: the
+    /// kernel tells of what is put over `whole`, and with that a lease of a page of it ends. Where all that is outside is
+    /// others' nothing can be moved.
+    fn hold(&mut self, range: &Range<usize>, whole: &Range<usize>) -> Result<(), Errno> {
+        for edge in [range.start, range.end].into_iter().filter(|edge| !edge.is_multiple_of(EXTENT))
+        {
+            let start = edge & !(EXTENT - 1);
+            let sides = [start..whole.start, whole.end..start + EXTENT];
+            let runs = |side| self.client.heap().runs(side, |flags| flags & REPLACED == 0);
+            let mut outside = sides.into_iter().filter(|side| !side.is_empty()).flat_map(runs);
+            if let Some(run) = outside.find(|run| run.ours && run.kind) {
+                self.pin(run.range.start)?;
             }
         }
         Ok(())

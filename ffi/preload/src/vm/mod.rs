@@ -250,7 +250,11 @@ unsafe fn map(address: usize, mapping: layout::Mapping) -> isize {
     let before = errno::get();
     // Any other is placed where nothing is, and arenas leave no hole.
     let is_fixed = flags & (libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE) != 0;
-    let ours = if is_fixed {
+    // The kernel refuses it before it looks at anything else.
+    let is_odd = !offset.is_multiple_of(page_bytes());
+    let ours = if is_odd {
+        None
+    } else if is_fixed {
         managed(address, bytes).map(|(client, range)| layout::mmap(client, range, mapping))
     } else if fresh::is_wanted(&mapping) {
         fresh::mmap(address, mapping)
