@@ -84,7 +84,7 @@ def plain(*command, seconds=60, **environment):
 @pytest.mark.parametrize("separator", [[], ["--"]])
 def test_a_mistyped_option_is_not_taken_for_the_program(separator):
     done = plain("run", "--drma", "1G", *separator, "true")
-    assert done.returncode == 2 and "'--dram'" in done.stderr, done.stderr
+    assert done.returncode == 125 and "'--dram'" in done.stderr, done.stderr
 
 
 def test_a_report_that_cannot_be_written_is_found_before_the_program_starts(folder):
@@ -258,6 +258,25 @@ def test_a_background_program_that_outlives_the_run_leaves_no_folder(folder, wor
             time.sleep(0.1)
     assert "right" in (folder / "out").read_text()
     assert not list(folder.glob("tiermgr-run-*"))
+
+
+@pytest.mark.parametrize("how", ["in order", "killed"])
+def test_the_store_takes_no_disk_when_the_run_has_ended(folder, workload, how):
+    """Else the next one finds less room. The kernel keeps the file for as long as it takes down the daemon's rings."""
+    store = folder / "store"
+    command = [product.CTL, "run", "--dram", "64M", "--nvme", f"{store}:256M", "--", workload, "hold", "192"]
+    with subprocess.Popen(list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, env=product.clean_environment()) as running:
+        assert running.stdout.readline()
+        with open(store, "rb") as held:
+            assert os.fstat(held.fileno()).st_blocks > 0
+            if how == "killed":
+                for pid in serving_daemon(running.pid):
+                    os.kill(pid, signal.SIGKILL)
+                running.terminate()
+            running.communicate(None if how == "killed" else b"go\n", timeout=60)
+            assert os.fstat(held.fileno()).st_blocks == 0
+    assert not store.exists()
 
 
 def serving_daemon(pid):

@@ -26,7 +26,7 @@ Exit status:
        something that tiermgr needs is missing
   2    the command line makes no sense
   run  that of CMD; 128+N if signal N ended it, 127 if it was not found, 126 if it could not be
-       run, and 125 if tiermgrctl itself failed"
+       run, and 125 if tiermgrctl itself failed or its command line makes no sense"
 )]
 pub(crate) struct Cli {
     /// Socket of the daemon [default: /run/tiermgr/tiermgrd.sock]
@@ -59,7 +59,8 @@ pub(crate) enum Verb {
     /// status is CMD's all the same.
     ///
     /// SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to CMD. The exit status is CMD's; 128+N if signal N
-    /// ended it, 127 if it was not found, 126 if it could not be run, and 125 if tiermgrctl itself failed.
+    /// ended it, 127 if it was not found, 126 if it could not be run, and 125 if tiermgrctl itself failed or its
+    /// command line makes no sense.
     /// A summary goes to stderr.
     Run(RunArgs),
     /// Show what the daemon has done and how it is

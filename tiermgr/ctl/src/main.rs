@@ -10,7 +10,7 @@ mod connect;
 mod render;
 mod verb;
 
-use clap::Parser;
+use clap::{CommandFactory, Parser};
 use cli::{Cli, Verb};
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -20,7 +20,15 @@ use tiermgr_wire::chain;
 const EXIT_FAILED: u8 = 1;
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        // As env(1) and timeout(1) do: 2 may be what the program ended with.
+        Err(error) if error.use_stderr() && is_run() => {
+            drop(error.print());
+            return ExitCode::from(verb::run::EXIT_OURS);
+        }
+        Err(error) => error.exit(),
+    };
     let socket = cli.socket.as_deref();
     let result = match &cli.verb {
         Verb::Run(args) => return ExitCode::from(verb::run::run(socket, args)),
@@ -47,6 +55,12 @@ fn main() -> ExitCode {
             ExitCode::from(EXIT_FAILED)
         }
     }
+}
+
+/// Whether the command line, be it wrong, is one of `run`.
+fn is_run() -> bool {
+    let parsed = Cli::command().ignore_errors(true).try_get_matches();
+    parsed.is_ok_and(|matches| matches.subcommand_name() == Some("run"))
 }
 
 /// A line on stderr.

@@ -19,7 +19,7 @@ use tiermgr_daemon::notify::Maker;
 use tiermgr_daemon::start::StartError;
 use tiermgr_daemon::{exit, log, manual, notify, start};
 use tiermgr_engine::store::{self, Fit};
-use tiermgr_sys::{pidfd, process};
+use tiermgr_sys::{disk, pidfd, process};
 use tiermgr_wire::chain;
 use tiermgr_wire::size::{PathAndSize, Size};
 
@@ -242,7 +242,7 @@ impl<'a> Leavings<'a> {
             remove(&self.config.state_dir, |path| std::fs::remove_dir_all(path));
         }
         if self.store_is_new {
-            remove(&self.config.store.path, |path| std::fs::remove_file(path));
+            remove(&self.config.store.path, disk::remove_with_blocks);
         }
         if served {
             let folders = self.folders.iter().map(PathBuf::as_path);

@@ -408,6 +408,22 @@ fn told_alignment(file: &File) -> Option<u32> {
     (align > 0).then_some(align)
 }
 
+/// Removes a file, and frees its blocks at once. Else they are taken until the kernel has taken down the last ring that
+/// wrote to it, which comes after the end of whoever made that.
+///
+/// # Errors
+/// Of removing it. Blocks that cannot be freed now are freed later.
+pub fn remove_with_blocks(path: &Path) -> io::Result<()> {
+    let open =
+        OpenOptions::new().write(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path);
+    if let Ok(file) = open
+        && file.metadata().is_ok_and(|facts| facts.is_file())
+    {
+        let _freed_now = file.set_len(0).is_ok();
+    }
+    std::fs::remove_file(path)
+}
+
 /// Who holds a lock on the file, as `/proc/locks` has it.
 #[must_use]
 pub fn lock_holder(file: &File) -> Option<i32> {

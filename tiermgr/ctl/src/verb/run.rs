@@ -33,7 +33,7 @@ use tiermgr_wire::size::Size;
 use tiermgr_wire::{BLOCK_BYTES_MIN, DEFAULT_SOCKET, chain};
 
 /// `tiermgrctl` itself failed, as `env` and `timeout` have it.
-const EXIT_OURS: u8 = 125;
+pub(crate) const EXIT_OURS: u8 = 125;
 
 /// How long a daemon that was killed takes to be back, with room to spare.
 const RESTART_WAIT: Duration = Duration::from_secs(2);

@@ -272,7 +272,7 @@ impl Drop for Folders {
         }
         if let Some(file) = &self.store_file {
             // It may never have come to be.
-            drop(fs::remove_file(file));
+            drop(disk::remove_with_blocks(file));
         }
         for folder in self.all() {
             if let Err(error) = fs::remove_dir_all(folder)
