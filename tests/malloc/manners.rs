@@ -412,6 +412,13 @@ fn rules_that_are_none_are_named_and_nothing_is_managed() {
     is_refused(&chain, &preload, &[("TIERMGR_RULES", "/nonexistent/rules")], "/nonexistent/rules");
     is_refused(&chain, &preload, &[("TIERMGR_RULES", "/etc/passwd")], "line 1");
     is_refused(&chain, &preload, &[("TIERMGR_RULES", "a\na min-size=1K\n")], "line 2");
+    is_refused(&chain, &preload, &[("TIERMGR_RULES", "a\nb off\n* small no-small\n")], "line 3");
+    is_refused(
+        &chain,
+        &preload,
+        &[("TIERMGR_RULES", "a off\n* off\n")],
+        "every rule here says `off`",
+    );
 }
 
 fn said_by(output: &Output) -> String {

@@ -187,6 +187,8 @@ def test_wrong_rules_are_said_before_anything_starts(folder):
     rules = folder / "rules"
     started = folder / "started"
     for text, words in (("a smal\n", "line 1: `smal`"), ("", "no rule"),
+                        ("a\n[ab small\n", "line 2: `[ab`"), ("* small no-small\n", "line 1: `no-small`"),
+                        ("a off\n* off\n", "every rule here says `off`"),
                         ("a\nb min-size=1K\n", "line 2: min-size=1KiB is too little"),
                         (None, "No such file")):
         if text is None:

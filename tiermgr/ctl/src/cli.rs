@@ -188,7 +188,8 @@ pub(crate) struct RunArgs {
     /// `/opt/*/solve` by their path; `*` stands for any characters, `?` for one, and `#` begins a comment. The first
     /// line that fits a program decides: by the file that runs (of a script that is its interpreter), or by the name
     /// that it was started by. What no line fits runs as if tiermgr were not there, and passes all on to what it
-    /// starts. A line that is wrong is said before CMD starts.
+    /// starts. A line that is wrong or contradicts itself is said before CMD starts, and so is a file that leaves
+    /// everything out.
     #[arg(long, value_name = "FILE")]
     pub(crate) only: Option<PathBuf>,
 

@@ -13,7 +13,7 @@
 //! ```
 //!
 //! A pattern without a slash is about names, one with a slash about whole paths; `*` stands for any
-//! characters, slashes too, and `?` for one. It fits a program if it fits the file that runs, or the name
+//! characters, slashes too, and `?` for one; brackets are refused, since whoever writes them means a choice. It fits a program if it fits the file that runs, or the name
 //! by which that was started: of a script, and where a link leads to the program, these are two.
 
 use crate::BLOCK_BYTES_MIN;
@@ -67,12 +67,23 @@ pub enum RuleErrorKind {
     /// A pattern that fits no path.
     #[error("`{0}` has a slash, and so is about whole paths: it begins with `/` or `*`")]
     Relative(String),
+    /// Taken as itself it would fit nothing, and nobody would be told.
+    #[error(
+        "`{0}` has brackets, which patterns do not know: `*` stands for any characters, `?` for one"
+    )]
+    Bracket(String),
+    /// Two options of which only one can hold.
+    #[error("`{0}` contradicts what stands before it")]
+    Contradiction(String),
     /// A rule that decides nothing.
     #[error("no program comes to this rule: `*` above it fits all")]
     Unreachable,
     /// A file without a rule.
     #[error("there is no rule here, so that nothing would be managed")]
     Empty,
+    /// A file whose rules leave everything out.
+    #[error("every rule here says `off`, so that nothing would be managed")]
+    AllOff,
 }
 
 impl Rules {
@@ -96,6 +107,9 @@ impl Rules {
         if rules.is_empty() {
             return Err(RuleError { line: last, kind: RuleErrorKind::Empty });
         }
+        if !rules.iter().any(|rule| rule.is_managed) {
+            return Err(RuleError { line: last, kind: RuleErrorKind::AllOff });
+        }
         Ok(Self(rules))
     }
 
@@ -115,6 +129,9 @@ impl Rule {
         if pattern.contains('/') && !pattern.starts_with(['/', '*']) {
             return Err(RuleErrorKind::Relative(pattern.to_owned()));
         }
+        if pattern.contains(['[', ']']) {
+            return Err(RuleErrorKind::Bracket(pattern.to_owned()));
+        }
         let mut rule = Self {
             pattern: pattern.to_owned(),
             is_managed: true,
@@ -123,20 +140,26 @@ impl Rule {
             min_size: None,
         };
         for word in words {
-            match word.split_once('=') {
-                None if word == "off" => rule.is_managed = false,
-                None if word == "small" => rule.small = Some(true),
-                None if word == "no-small" => rule.small = Some(false),
-                None if word == "mmap" => rule.mmap = Some(true),
-                None if word == "no-mmap" => rule.mmap = Some(false),
+            let is_consistent = match word.split_once('=') {
+                None if word == "off" => {
+                    rule.is_managed = false;
+                    true
+                }
+                None if word == "small" => decide(&mut rule.small, true),
+                None if word == "no-small" => decide(&mut rule.small, false),
+                None if word == "mmap" => decide(&mut rule.mmap, true),
+                None if word == "no-mmap" => decide(&mut rule.mmap, false),
                 Some(("min-size", size)) => {
                     let size: Size = size.parse().map_err(RuleErrorKind::Size)?;
                     if size.0 < BLOCK_BYTES_MIN {
                         return Err(RuleErrorKind::TooLittle(size));
                     }
-                    rule.min_size = Some(size);
+                    decide(&mut rule.min_size, size)
                 }
                 _ => return Err(RuleErrorKind::Unknown(word.to_owned())),
+            };
+            if !is_consistent {
+                return Err(RuleErrorKind::Contradiction(word.to_owned()));
             }
         }
         let has_options = rule.small.is_some() || rule.mmap.is_some() || rule.min_size.is_some();
@@ -153,6 +176,11 @@ impl Rule {
         };
         fits(self.pattern.as_bytes(), name.as_bytes())
     }
+}
+
+/// Sets an option. False: it was set to something else.
+fn decide<T: Copy + PartialEq>(option: &mut Option<T>, value: T) -> bool {
+    *option.get_or_insert(value) == value
 }
 
 /// Whether a pattern with `*` and `?` fits all of `text`.
@@ -236,6 +264,13 @@ mod tests {
             ("* off\na\n", 2, "no program"),
             ("# nothing\n\n", 2, "no rule"),
             ("", 1, "no rule"),
+            ("b\n[ab small\n", 2, "`[ab`"),
+            ("[ab]c\n", 1, "brackets"),
+            ("b\nc1 small no-small\n", 2, "`no-small`"),
+            ("c1 no-mmap min-size=1M mmap\n", 1, "`mmap`"),
+            ("c1 min-size=1M min-size=2M\n", 1, "`min-size=2M`"),
+            ("# none\na off\nb off\n\n", 4, "every rule here says `off`"),
+            ("* off\n", 1, "nothing would be managed"),
         ] {
             let error = Rules::parse(text).unwrap_err();
             assert_eq!(error.line, line, "{text}");
