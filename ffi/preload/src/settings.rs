@@ -5,7 +5,7 @@ use std::env;
 use std::ffi::{CStr, OsStr};
 use std::fs;
 use tiermgr::link::{Class, Config, program_name, usual_socket};
-use tiermgr::rules::{Rule, Rules};
+use tiermgr::rules::{Rule, Rules, is_text};
 use tiermgr::size::Size;
 
 /// Smallest managed size where nothing is said.
@@ -90,12 +90,6 @@ pub(crate) fn read() -> Option<Settings> {
         require,
         config: Config { socket: usual_socket(), name: program_name(), class, extents: small },
     })
-}
-
-/// Rules themselves in place of a file's name: every line of theirs ends. A program that has given its rights up
-/// may not be able to read a file.
-fn is_text(rules: &OsStr) -> bool {
-    rules.as_encoded_bytes().contains(&b'\n')
 }
 
 /// The rule for this program; `None` where no rule is about it.

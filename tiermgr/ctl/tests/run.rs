@@ -230,3 +230,74 @@ print('whole')";
     assert_eq!(pages("poisoned_pages"), 0);
     assert_eq!(pages("store_errors"), 0);
 }
+
+/// Waits until a script has written a line into `path`.
+fn line_of(path: &Path) -> String {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        match fs::read_to_string(path) {
+            Ok(text) if text.ends_with('\n') => return text.trim().to_owned(),
+            _ => assert!(Instant::now() < deadline, "nobody writes {}", path.display()),
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Once `tail` gives the first byte it has all, in small blocks, and waits until it is read.
+#[test]
+fn what_only_leaves_out_is_named_as_the_cause() {
+    if !can_run() {
+        return;
+    }
+    let scene = Scene::new("left-out");
+    let (rules, file) = (scene.dir.join("rules"), scene.dir.join("report.json"));
+    let options = ["--only", rules.to_str().unwrap(), "--report", file.to_str().unwrap()];
+    let attaching = "dd if=/dev/zero of=/dev/null bs=1M count=1 2>&1;";
+    let large = "head -c 200M /dev/zero | tail -c 200M | { head -c 1; sleep 2; cat; } > /dev/null";
+    for (text, first, words) in [
+        ("tail off\ndd\n", attaching, ["more than --dram", "tail (pid", "says `off`"]),
+        ("dd\n", attaching, ["more than --dram", "tail (pid", "no rule of --only is about it"]),
+        ("tail off\ndd\n", "", ["no program attached", "tail (pid", "says `off`"]),
+        // Large blocks of it would be managed: it may be that, too.
+        ("dd\ntail no-small\n", attaching, ["more than --dram", "small blocks", "--only"]),
+    ] {
+        fs::write(&rules, text).unwrap();
+        let output = output(scene.run(&options, &["sh", "-c", &format!("{first} {large}")]));
+        assert!(output.status.success(), "{output:?}");
+        let report: serde_json::Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+        let warning = report["warnings"][0].as_str().unwrap_or_default();
+        assert!(words.iter().all(|word| warning.contains(word)), "{text}: {report}");
+    }
+}
+
+/// The shell ends; `dd`, which is managed, waits for a reader that sleeps.
+#[test]
+fn what_lives_on_is_told_and_its_peak_counts() {
+    if !can_run() {
+        return;
+    }
+    let scene = Scene::new("living-on");
+    let (pid, said) = (scene.dir.join("pid"), scene.dir.join("said"));
+    let file = scene.dir.join("report.json");
+    let script = format!(
+        "dd if=/dev/zero bs=40M count=1 2> /dev/null | {{ head -c 1 > /dev/null; \
+         exec sh -c 'echo $$ > {0}; exec sleep 600 > /dev/null 2>&1'; }} &
+         until test -s {0}; do sleep 0.01; done; kill -TERM $$",
+        pid.display()
+    );
+    let options = ["--report", file.to_str().unwrap()];
+    let mut run = scene.run(&options, &["sh", "-c", &script]);
+    // What lives on has what it inherits open.
+    run.stdout(Stdio::null()).stderr(fs::File::create(&said).unwrap());
+    let output = output(run);
+    let sleeper: i32 = line_of(&pid).parse().unwrap();
+    kill(Pid::from_raw(sleeper), Signal::SIGKILL).unwrap();
+    assert_eq!(output.status.code(), Some(128 + 15), "{output:?}");
+    let report: serde_json::Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+    let living = report["surviving_processes"].as_array().unwrap();
+    assert!(living.len() == 1 && living[0]["name"] == "dd", "{report}");
+    assert!(report["largest_process_peak_rss_bytes"].as_u64().unwrap() > 40 << 20, "{report}");
+    let warning = report["warnings"][0].as_str().unwrap();
+    assert!(warning.contains("dd (pid") && warning.contains("on"), "{warning}");
+    assert!(fs::read_to_string(&said).unwrap().contains(warning));
+}

@@ -18,6 +18,7 @@
 
 use crate::BLOCK_BYTES_MIN;
 use crate::size::{Size, SizeError};
+use std::ffi::OsStr;
 
 /// What to do with the programs that a pattern fits.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -84,6 +85,13 @@ pub enum RuleErrorKind {
     /// A file whose rules leave everything out.
     #[error("every rule here says `off`, so that nothing would be managed")]
     AllOff,
+}
+
+/// Whether `TIERMGR_RULES` holds rules in place of a file's name: every line of theirs ends. A program that has
+/// given its rights up may not be able to read a file.
+#[must_use]
+pub fn is_text(given: &OsStr) -> bool {
+    given.as_encoded_bytes().contains(&b'\n')
 }
 
 impl Rules {

@@ -11,7 +11,9 @@ mod private;
 mod program;
 mod progress;
 mod report;
+mod rules;
 mod strays;
+mod survivors;
 
 use crate::cli::RunArgs;
 use crate::complain;
@@ -21,14 +23,14 @@ use nix::errno::Errno;
 use nix::unistd::Pid;
 use private::Private;
 pub(crate) use private::{named_store, text_of};
-use report::{Report, ReportFile};
+use report::{Report, ReportFile, Seen};
 use std::ffi::{OsStr, OsString};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use strays::Strays;
 use tiermgr_wire::control::Status;
-use tiermgr_wire::rules::{RuleError, Rules};
+use tiermgr_wire::rules::RuleError;
 use tiermgr_wire::size::Size;
 use tiermgr_wire::{BLOCK_BYTES_MIN, DEFAULT_SOCKET, chain};
 
@@ -243,7 +245,7 @@ fn try_run(socket: Option<&Path>, args: &RunArgs) -> Result<u8, RunError> {
     if let Some(given) = args.min_size.filter(|given| given.0 < least.0) {
         return Err(RunError::TooLittleBlocks { given, least });
     }
-    let rules = args.only.as_deref().map(checked_rules).transpose()?;
+    let rules = args.only.as_deref().map(rules::checked).transpose()?;
     let obstacle = args.command.first().and_then(|name| program::obstacle(name));
     if let Some(obstacle) = &obstacle {
         if args.require {
@@ -260,11 +262,12 @@ fn try_run(socket: Option<&Path>, args: &RunArgs) -> Result<u8, RunError> {
     let preloads = obstacle.is_none_or(|obstacle| !obstacle.forbids_preload());
     let file = args.report.as_deref().map(ReportFile::open).transpose()?;
     let mut host = choose_host(socket, args, &signals)?;
+    let in_force = rules::InForce::of(args, rules.as_deref());
     let mut environment = environment(args, host.socket(), rules);
     if preloads {
         environment.extend(preloading(&preload));
     }
-    let mut strays = Strays::new(&preload);
+    let mut strays = Strays::new(&preload, in_force);
     let began = Instant::now();
     let outcome = match child::spawn(&args.command, &environment, &signals) {
         Ok(pid) => host
@@ -278,11 +281,13 @@ fn try_run(socket: Option<&Path>, args: &RunArgs) -> Result<u8, RunError> {
         }
     };
     // The private daemon is ended whatever has happened, and before anybody is told.
+    let socket = host.socket().to_owned();
     if let Host::Private(private) = host {
         private.end(&signals);
     }
     let (code, report) = outcome?;
-    if let Some(report) = report {
+    if let Some(mut report) = report {
+        report.tell_of_survivors(socket.exists());
         report.publish(file);
     }
     Ok(code)
@@ -307,7 +312,7 @@ fn finish(args: &RunArgs, code: u8, wall: Duration, host: &Host, strays: Strays)
         }
     };
     match status {
-        Ok(status) => Some(Report::new(args, code, wall, &status, before, strays.into_list())),
+        Ok(status) => Some(Report::new(args, code, wall, &status, before, seen(host, strays))),
         Err(_) if matches!(host, Host::Private(_)) => {
             complain("no summary: the private daemon is no longer there");
             None
@@ -316,6 +321,20 @@ fn finish(args: &RunArgs, code: u8, wall: Duration, host: &Host, strays: Strays)
             complain(&format!("no summary: {}", chain(&error)));
             None
         }
+    }
+}
+
+/// What was seen of the programs, and who of them lives on.
+fn seen(host: &Host, strays: Strays) -> Seen {
+    let served = match host {
+        Host::Private(private) => survivors::served_by(private.socket()),
+        // It serves others too, and does not know who belongs to this run.
+        Host::System { .. } => Vec::new(),
+    };
+    Seen {
+        survivors: survivors::among(&served, strays.processes()),
+        left_out: strays.left_out().cloned(),
+        unreached: strays.into_list(),
     }
 }
 
@@ -340,21 +359,6 @@ fn choose_host(socket: Option<&Path>, args: &RunArgs, signals: &Signals) -> Resu
             Private::start(args, signals).map(Host::Private)
         }
     }
-}
-
-/// More than this is not passed on in an environment, whose strings have a limit of 128 KiB.
-const RULES_BYTES_MAX: usize = 32 << 10;
-
-/// The file of --only as programs are told of it, if it can be read and is right: as its text, since one that gives
-/// rights up may not be able to read it.
-fn checked_rules(path: &Path) -> Result<OsString, RunError> {
-    let wrong = |source| RunError::Rules { path: path.to_owned(), source };
-    let text = std::fs::read_to_string(path).map_err(wrong)?;
-    Rules::parse(&text).map_err(|source| RunError::Rule { path: path.to_owned(), source })?;
-    if text.len() <= RULES_BYTES_MAX && !text.contains('\0') {
-        return Ok(format!("{text}\n").into());
-    }
-    Ok(path.canonicalize().map_err(wrong)?.into())
 }
 
 /// What CMD finds in its environment beside what we found in ours.

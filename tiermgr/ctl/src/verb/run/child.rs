@@ -196,7 +196,7 @@ mod tests {
     use super::*;
 
     fn strays() -> Strays {
-        Strays::new(std::path::Path::new("/nonexistent.so"))
+        Strays::new(std::path::Path::new("/nonexistent.so"), None)
     }
 
     fn status_of(signals: &Signals, command: &[&str], changes: &[(&str, &str)]) -> u8 {

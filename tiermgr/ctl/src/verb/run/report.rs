@@ -1,7 +1,9 @@
 //! What happened in a run: some lines for people, JSON for programs.
 
 use super::RunError;
+use super::rules::{self, LeftOut};
 use super::strays::{self, MATTERS_BYTES, Stray};
+use super::survivors::{self, Survivor};
 use crate::cli::RunArgs;
 use crate::complain;
 use crate::render::{bytes, count, pages};
@@ -18,10 +20,6 @@ use tiermgr_wire::control::{FamilyStats, Status};
 const LINES_MAX: usize = 14;
 /// Code, stacks and the like.
 const BEYOND_BYTES_ALLOWED: u64 = 64 << 20;
-/// Said where the whole run went by without tiermgr.
-const NONE_ATTACHED: &str = "no program attached, so that nothing was limited or parked: all allocations were \
-                             below --min-size (see --small), or mapped by the programs (see --mmap), or of programs that --only leaves out, or tiermgr did not reach the \
-                             program (README: What can go wrong)";
 /// Said where a daemon that serves others too has come and gone.
 const RESTARTED: &str = "the daemon was restarted meanwhile: what it counts began anew, and how many programs \
                          of this run it managed is not known";
@@ -44,6 +42,9 @@ pub(super) struct Report {
     attached_processes: Option<u64>,
     /// Programs with much memory that were seen to run without the library, at looks about a second apart.
     unreached_programs: Vec<Stray>,
+    /// Programs that lived on when CMD had ended: those of a private daemon, and others with much memory that were
+    /// seen. Their peaks until then are counted, what they take later is not.
+    surviving_processes: Vec<Survivor>,
     /// What all programs of the daemon together, and the daemon itself, may have in DRAM.
     dram_limit_bytes: u64,
     /// Capacity of the store.
@@ -60,6 +61,17 @@ pub(super) struct Report {
     warnings: Vec<String>,
 }
 
+/// What was seen of the programs themselves.
+#[derive(Debug, Default)]
+pub(super) struct Seen {
+    /// Who was not reached.
+    pub(super) unreached: Vec<Stray>,
+    /// The largest that the rules leave out.
+    pub(super) left_out: Option<LeftOut>,
+    /// Who lives on.
+    pub(super) survivors: Vec<Survivor>,
+}
+
 impl Report {
     pub(super) fn new(
         args: &RunArgs,
@@ -67,7 +79,7 @@ impl Report {
         wall: Duration,
         status: &Status,
         before: Option<&Status>,
-        unreached_programs: Vec<Stray>,
+        seen: Seen,
     ) -> Self {
         // What a serving process counts ends with it; a new one begins with the programs that it finds.
         let same = before.filter(|before| before.daemon_pid == status.daemon_pid);
@@ -78,17 +90,23 @@ impl Report {
         let attached_before = same.map_or(0, |before| before.attached_total);
         let attached_processes =
             is_whole.then(|| status.attached_total.saturating_sub(attached_before));
-        let peak = peak_of_programs();
+        let peak = peak_of_programs().max(survivors::peak(&seen.survivors));
+        let unmanaged = Unmanaged {
+            small: args.small,
+            mmap: args.mmap,
+            rules: rules::source(args),
+            left_out: seen.left_out.as_ref(),
+        };
         let mut warnings = status.warnings.clone();
         if !is_whole {
             warnings.insert(0, RESTARTED.to_owned());
         }
-        if let Some(warning) = strays::warning(&unreached_programs) {
+        if let Some(warning) = strays::warning(&seen.unreached) {
             warnings.insert(0, warning);
         } else if attached_processes == Some(0) && peak >= MATTERS_BYTES {
-            warnings.insert(0, NONE_ATTACHED.to_owned());
+            warnings.insert(0, unmanaged.all());
         } else if before.is_none()
-            && let Some(warning) = beyond(peak, status.dram_limit_bytes, args.small, args.mmap)
+            && let Some(warning) = unmanaged.beyond(peak, status.dram_limit_bytes)
         {
             // Of a daemon that serves others too nobody knows what this program's share is.
             warnings.insert(0, warning);
@@ -99,7 +117,8 @@ impl Report {
             wall_seconds: wall.as_secs_f64(),
             private_daemon: before.is_none(),
             attached_processes,
-            unreached_programs,
+            unreached_programs: seen.unreached,
+            surviving_processes: seen.survivors,
             dram_limit_bytes: status.dram_limit_bytes,
             store_capacity_bytes: status.store_capacity_bytes,
             totals: same.map_or(status.totals, |before| since(&before.totals, &status.totals)),
@@ -110,6 +129,17 @@ impl Report {
                 .restarts
                 .saturating_sub(before.map_or(0, |before| before.restarts)),
             warnings,
+        }
+    }
+
+    /// Warns of the processes that live on still, now that the private daemon, if there is one, was asked to end.
+    /// `is_served`: there is a daemon all the same.
+    pub(super) fn tell_of_survivors(&mut self, is_served: bool) {
+        self.surviving_processes = survivors::living(&self.surviving_processes);
+        self.largest_process_peak_rss_bytes =
+            self.largest_process_peak_rss_bytes.max(survivors::peak(&self.surviving_processes));
+        if let Some(warning) = survivors::warning(&self.surviving_processes, is_served) {
+            self.warnings.insert(0, warning);
         }
     }
 
@@ -190,24 +220,61 @@ impl Report {
     }
 }
 
-/// Of a program that had far more in memory than the limit: managed memory alone would not have.
-fn beyond(peak_bytes: u64, limit_bytes: u64, small: bool, mmap: bool) -> Option<String> {
-    let allowed = limit_bytes.saturating_add(limit_bytes / 50).saturating_add(BEYOND_BYTES_ALLOWED);
-    let parts = [
-        (!small).then_some("small blocks (see --small)"),
-        (!mmap).then_some("what it maps itself (see --mmap)"),
-        Some("files that it maps"),
-        Some("stacks"),
-    ];
-    let parts: Vec<_> = parts.into_iter().flatten().collect();
-    (peak_bytes > allowed).then(|| {
+/// What may keep memory from being managed.
+#[derive(Clone, Copy, Debug, Default)]
+struct Unmanaged<'a> {
+    small: bool,
+    mmap: bool,
+    /// Where rules are named, if there are any.
+    rules: Option<&'static str>,
+    left_out: Option<&'a LeftOut>,
+}
+
+impl Unmanaged<'_> {
+    /// Said where the whole run went by without tiermgr.
+    fn all(&self) -> String {
+        let none = "no program attached, so that nothing was limited or parked";
+        if let Some(left_out) = self.left_out {
+            return format!("{none}: {}", left_out.text());
+        }
+        let rules = self
+            .rules
+            .map_or_else(String::new, |rules| format!("or of programs that {rules} leaves out, "));
         format!(
-            "a process had {} in memory, more than --dram: the limit does not hold for what tiermgr does not \
-             manage, such as {}",
-            bytes(peak_bytes),
-            parts.join(", ")
+            "{none}: all allocations were below --min-size (see --small), or mapped by the programs (see --mmap), \
+             {rules}or tiermgr did not reach the program (README: What can go wrong)"
         )
-    })
+    }
+
+    /// Of a program that had far more in memory than the limit: managed memory alone would not have.
+    fn beyond(&self, peak_bytes: u64, limit_bytes: u64) -> Option<String> {
+        let allowed =
+            limit_bytes.saturating_add(limit_bytes / 50).saturating_add(BEYOND_BYTES_ALLOWED);
+        if peak_bytes <= allowed {
+            return None;
+        }
+        let peak = bytes(peak_bytes);
+        // Only of one that was beyond the limit itself is known that this was the cause.
+        if let Some(left_out) = self.left_out.filter(|one| one.resident_bytes > allowed) {
+            return Some(format!(
+                "a process had {peak} in memory, more than --dram: {}",
+                left_out.text()
+            ));
+        }
+        let parts = [
+            self.rules.map(|rules| format!("programs and blocks that {rules} leaves out")),
+            (!self.small).then(|| "small blocks (see --small)".to_owned()),
+            (!self.mmap).then(|| "what it maps itself (see --mmap)".to_owned()),
+            Some("files that it maps".to_owned()),
+            Some("stacks".to_owned()),
+        ];
+        let parts: Vec<_> = parts.into_iter().flatten().collect();
+        Some(format!(
+            "a process had {peak} in memory, more than --dram: the limit does not hold for what tiermgr does not \
+             manage, such as {}",
+            parts.join(", ")
+        ))
+    }
 }
 
 /// Most memory that any of the programs that have ended had.
@@ -290,6 +357,7 @@ mod tests {
             private_daemon: false,
             attached_processes: Some(2),
             unreached_programs: Vec::new(),
+            surviving_processes: Vec::new(),
             dram_limit_bytes: 1 << 30,
             store_capacity_bytes: 1 << 34,
             totals: FamilyStats { poisoned_pages: 1, ..FamilyStats::default() },
@@ -310,11 +378,15 @@ mod tests {
     #[test]
     fn a_process_far_beyond_the_limit_is_named() {
         const MIB: u64 = 1 << 20;
-        assert_eq!(beyond(120 * MIB, 64 * MIB, false, false), None);
-        let warning = beyond(479 * MIB, 64 * MIB, false, true).unwrap();
+        let nothing = Unmanaged::default();
+        assert_eq!(nothing.beyond(120 * MIB, 64 * MIB), None);
+        let warning = Unmanaged { mmap: true, ..nothing }.beyond(479 * MIB, 64 * MIB).unwrap();
         assert!(warning.contains("479 MiB") && warning.contains("--small"), "{warning}");
-        assert!(!warning.contains("--mmap"), "{warning}");
-        assert_eq!(beyond(u64::MAX, u64::MAX, false, false), None);
+        assert!(!warning.contains("--mmap") && !warning.contains("--only"), "{warning}");
+        assert_eq!(nothing.beyond(u64::MAX, u64::MAX), None);
+        let with_rules = Unmanaged { rules: Some("--only"), ..nothing };
+        assert!(with_rules.beyond(479 * MIB, 64 * MIB).unwrap().contains("--only"));
+        assert!(with_rules.all().contains("--only") && !nothing.all().contains("--only"));
     }
 
     #[test]
@@ -334,6 +406,7 @@ mod tests {
             "exit_status",
             "attached_processes",
             "unreached_programs",
+            "surviving_processes",
             "wall_seconds",
             "dram_limit_bytes",
             "totals",

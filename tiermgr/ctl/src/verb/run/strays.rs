@@ -4,6 +4,7 @@
 //! process with as much memory as matters, into which the library was not loaded, is named in the summary. What
 //! lives for less than that, or has left its parents (daemons), is not seen.
 
+use super::rules::{InForce, LeftOut};
 use nix::unistd::Pid;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -50,17 +51,22 @@ type Key = (i32, u64, PathBuf);
 #[derive(Debug)]
 pub(super) struct Strays {
     preload: PathBuf,
+    rules: Option<InForce>,
     reached: BTreeSet<Key>,
+    /// Of those that were reached, whom the rules leave out.
+    left_out: BTreeMap<Key, LeftOut>,
     found: BTreeMap<Key, Stray>,
     next_look: Instant,
     pause: Duration,
 }
 
 impl Strays {
-    pub(super) fn new(preload: &Path) -> Self {
+    pub(super) fn new(preload: &Path, rules: Option<InForce>) -> Self {
         Self {
             preload: preload.to_owned(),
+            rules,
             reached: BTreeSet::new(),
+            left_out: BTreeMap::new(),
             found: BTreeMap::new(),
             next_look: Instant::now() + FIRST_PAUSE,
             pause: FIRST_PAUSE,
@@ -101,19 +107,35 @@ impl Strays {
             return None;
         }
         if self.reached.contains(&key) {
+            let known = self.left_out.get_mut(&key)?;
+            known.resident_bytes = known.resident_bytes.max(resident_bytes);
             return None;
         }
+        let name = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?.trim_end().to_owned();
         let maps = fs::read_to_string(format!("/proc/{pid}/maps")).ok()?;
         let file = self.preload.to_string_lossy();
         if maps.lines().any(|line| line.ends_with(&*file)) {
+            let rules = self.rules.as_ref();
+            if let Some(left_out) = rules.and_then(|r| r.left_out(pid, &name, resident_bytes)) {
+                self.left_out.insert(key.clone(), left_out);
+            }
             self.reached.insert(key);
             return None;
         }
         let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
         let reason = reason_of(&environment, &file);
-        let name = fs::read_to_string(format!("/proc/{pid}/comm")).ok()?.trim_end().to_owned();
         self.found.insert(key, Stray { pid, name, resident_bytes, reason });
         Some(())
+    }
+
+    /// The largest program that the rules leave out.
+    pub(super) fn left_out(&self) -> Option<&LeftOut> {
+        self.left_out.values().max_by_key(|left_out| left_out.resident_bytes)
+    }
+
+    /// All processes with much memory that were seen, each with its start time.
+    pub(super) fn processes(&self) -> impl Iterator<Item = (i32, u64)> + '_ {
+        self.reached.iter().chain(self.found.keys()).map(|&(pid, start, _)| (pid, start))
     }
 
     pub(super) fn into_list(self) -> Vec<Stray> {
@@ -189,7 +211,7 @@ mod tests {
 
     #[test]
     fn this_program_is_looked_at_once_it_is_time() {
-        let mut strays = Strays::new(Path::new("/no/such/library.so"));
+        let mut strays = Strays::new(Path::new("/no/such/library.so"), None);
         let me = Pid::this();
         strays.look(me);
         assert!(strays.found.is_empty(), "it was not time yet");
