@@ -54,9 +54,11 @@ pub(crate) enum Verb {
     /// its first large allocation is not managed.
     ///
     /// A program that cannot attach says so on stderr and goes on with ordinary memory, without a limit; with
-    /// --require its large allocations fail instead. The summary says how many processes attached, and warns
-    /// if there was none, or if a program with much memory was seen that started without the library; the exit
-    /// status is CMD's all the same.
+    /// --require its large allocations fail instead. The summary says how many processes attached. It warns if
+    /// a program had much memory (16 MiB and more) and none attached, if one with as much was seen that started
+    /// without the library, if a process had far more than --dram, and if programs live on when CMD has ended. If
+    /// CMD is small it does not warn that none attached: there was nothing to manage. The exit status is CMD's all
+    /// the same.
     ///
     /// SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to CMD. The exit status is CMD's; 128+N if signal N
     /// ended it, 127 if it was not found, 126 if it could not be run, and 125 if tiermgrctl itself failed or its
@@ -319,6 +321,16 @@ mod tests {
         }
         assert!(run_args(&["-x", "true"]).is_err());
         assert_eq!(run_args(&["--", "-x"]).unwrap().command, ["-x"]);
+    }
+
+    #[test]
+    fn the_help_of_run_says_what_is_warned_of() {
+        let mut cli = Cli::command();
+        let help = cli.find_subcommand_mut("run").unwrap().render_long_help().to_string();
+        let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(!help.contains("warns if there was none"), "{help}");
+        let least = crate::verb::run::MATTERS_BYTES >> 20;
+        assert!(help.contains(&format!("much memory ({least} MiB and more)")), "{help}");
     }
 
     #[test]

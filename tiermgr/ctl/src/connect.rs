@@ -1,8 +1,9 @@
 //! The control connection to a daemon.
 
+use crate::verb::run::place::{FOLDER_PREFIX, SOCKET_NAME, runtime_parents};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use tiermgr_sys::sock::Stream;
@@ -18,14 +19,26 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Most pages of a list that are asked for: a daemon that never ends its list is not believed.
 const PAGES_MAX: u32 = 4096;
 
+/// Whether one answers at all is asked of a few, in passing.
+const GLANCE_TIMEOUT: Duration = Duration::from_millis(200);
+/// More private daemons are not named.
+const PRIVATE_MAX: usize = 8;
+
 /// Why a daemon could not be asked.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ConnectError {
     /// Nobody listens.
-    #[error("no daemon answers at {}; {}, or give its socket with --socket", path.display(), how_to_start())]
+    #[error(
+        "no daemon answers at {}; {}{}, or give its socket with --socket",
+        path.display(),
+        told(private),
+        how_to_start()
+    )]
     Absent {
         /// Where.
         path: PathBuf,
+        /// Sockets of private daemons that answer.
+        private: Vec<PathBuf>,
         /// Why.
         #[source]
         source: io::Error,
@@ -84,6 +97,21 @@ pub(crate) fn how_to_start() -> &'static str {
     }
 }
 
+/// Private daemons, for who looks for one and finds none.
+fn told(private: &[PathBuf]) -> String {
+    let Some(first) = private.first() else { return String::new() };
+    let others: Vec<_> = private.iter().skip(1).map(|path| path.display().to_string()).collect();
+    let others = if others.is_empty() {
+        others.concat()
+    } else {
+        format!(" (others: {})", others.join(", "))
+    };
+    format!(
+        "a private one of `tiermgrctl run` does: --socket {}{others}; for the whole machine ",
+        first.display()
+    )
+}
+
 /// An open control connection.
 #[derive(Debug)]
 pub(crate) struct Link {
@@ -94,7 +122,12 @@ impl Link {
     /// Connects to the daemon at `socket`, or at the default place.
     pub(crate) fn open(socket: Option<&Path>) -> Result<Self, ConnectError> {
         let path = socket.unwrap_or(Path::new(DEFAULT_SOCKET));
-        let stream = connect(path, ANSWER_TIMEOUT)?;
+        let stream = connect(path, ANSWER_TIMEOUT).map_err(|error| match error {
+            ConnectError::Absent { path, source, .. } if socket.is_none() => {
+                ConnectError::Absent { path, private: private_sockets(), source }
+            }
+            error => error,
+        })?;
         stream.set_send_timeout(Some(ANSWER_TIMEOUT)).map_err(ConnectError::Broken)?;
         let link = Self { stream };
         link.send(&ToDaemon::Hello(Hello { version: tiermgr_wire::VERSION, role: Role::Control }))?;
@@ -199,9 +232,32 @@ fn connect(path: &Path, patience: Duration) -> Result<Stream, ConnectError> {
         } else if source.kind() == io::ErrorKind::WouldBlock {
             ConnectError::Crowded { path, source }
         } else {
-            ConnectError::Absent { path, source }
+            ConnectError::Absent { path, private: Vec::new(), source }
         }
     })
+}
+
+/// Where private daemons answer, of those that this user has started: in nobody else's folder is looked.
+fn private_sockets() -> Vec<PathBuf> {
+    let user = nix::unistd::geteuid().as_raw();
+    let is_own = |folder: &Path| {
+        folder.symlink_metadata().is_ok_and(|facts| facts.is_dir() && facts.uid() == user)
+    };
+    let mut sockets: Vec<_> = runtime_parents()
+        .iter()
+        .filter_map(|parent| parent.read_dir().ok())
+        .flat_map(|entries| entries.flatten())
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with(FOLDER_PREFIX))
+        .map(|entry| entry.path())
+        .filter(|folder| is_own(folder))
+        .map(|folder| folder.join(SOCKET_NAME))
+        // A folder may be left over from a daemon that was killed.
+        .filter(|socket| Stream::connect_within(socket, GLANCE_TIMEOUT).is_ok())
+        .take(PRIVATE_MAX)
+        .collect();
+    sockets.sort();
+    sockets.dedup();
+    sockets
 }
 
 fn unexpected(answer: &impl std::fmt::Debug) -> ConnectError {

@@ -301,3 +301,31 @@ fn what_lives_on_is_told_and_its_peak_counts() {
     assert!(warning.contains("dd (pid") && warning.contains("on"), "{warning}");
     assert!(fs::read_to_string(&said).unwrap().contains(warning));
 }
+
+#[test]
+fn who_asks_where_no_daemon_is_hears_of_private_ones() {
+    if !can_run() || Path::new(tiermgr_wire::DEFAULT_SOCKET).exists() {
+        return;
+    }
+    let scene = Scene::new("private");
+    let (socket, stop) = (scene.dir.join("socket"), scene.dir.join("stop"));
+    let script = format!(
+        "echo $TIERMGR_SOCKET > {}; until test -e {}; do sleep 0.01; done",
+        socket.display(),
+        stop.display()
+    );
+    let status = || {
+        let mut ctl = Command::new(env!("CARGO_BIN_EXE_tiermgrctl"));
+        let output = ctl.arg("status").env_remove("TIERMGR_SOCKET").output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    let child = scene.run(&[], &["sh", "-c", &script]).spawn().unwrap();
+    let socket = line_of(&socket);
+    let while_it_runs = status();
+    fs::write(stop, "").unwrap();
+    assert!(finish(child).status.success());
+    let hint = format!("--socket {socket}");
+    assert!(while_it_runs.contains(&hint), "{while_it_runs}");
+    assert!(!status().contains(&hint));
+}

@@ -28,6 +28,8 @@ use std::ffi::{OsStr, OsString};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+#[cfg(test)]
+pub(crate) use strays::MATTERS_BYTES;
 use strays::Strays;
 use tiermgr_wire::control::Status;
 use tiermgr_wire::rules::RuleError;

@@ -83,11 +83,21 @@ pub(crate) fn check_folder(folder: &Path) -> Result<u64, Unfit> {
     free_bytes(folder).map_err(Unfit::Unusable)
 }
 
+/// Folders of runs begin so.
+pub(crate) const FOLDER_PREFIX: &str = "tiermgr-run-";
+/// The socket of a private daemon, in its folder.
+pub(crate) const SOCKET_NAME: &str = "sock";
+
+/// Where the folder for socket and state is made, in this order.
+pub(crate) fn runtime_parents() -> [PathBuf; 3] {
+    ["/dev/shm".into(), "/run".into(), env::temp_dir()]
+}
+
 /// Makes a folder that only we can enter.
 pub(crate) fn fresh_folder(parent: &Path) -> io::Result<PathBuf> {
     // What mkdtemp fills in.
     let blank = "X".repeat(6);
-    Ok(nix::unistd::mkdtemp(&parent.join(format!("tiermgr-run-{blank}")))?)
+    Ok(nix::unistd::mkdtemp(&parent.join(format!("{FOLDER_PREFIX}{blank}")))?)
 }
 
 /// Bytes that an ordinary user can still write to the file system of `path`.

@@ -74,7 +74,7 @@ impl Private {
         let mut folders =
             Folders { runtime: make_runtime_folder()?, store: None, store_file: None, keep: false };
         let store = choose_store(args.nvme.as_ref(), &mut folders)?;
-        let socket = folders.runtime.join("sock");
+        let socket = folders.runtime.join(place::SOCKET_NAME);
         let store_is_new = !store.path.exists();
         let daemon = Command::new(&path)
             .arg("--embedded")
@@ -309,15 +309,16 @@ fn make_runtime_folder() -> Result<PathBuf, RunError> {
     let is_tmpfs = |path: &Path| {
         statfs::statfs(path).is_ok_and(|fs| fs.filesystem_type() == statfs::TMPFS_MAGIC)
     };
-    for parent in ["/dev/shm", "/run"].map(Path::new) {
+    let [memory @ .., disk] = place::runtime_parents();
+    for parent in memory {
         // One that is there may be read-only, in a container.
-        if is_tmpfs(parent)
-            && let Ok(folder) = place::fresh_folder(parent)
+        if is_tmpfs(&parent)
+            && let Ok(folder) = place::fresh_folder(&parent)
         {
             return Ok(folder);
         }
     }
-    make_folder(&std::env::temp_dir())
+    make_folder(&disk)
 }
 
 fn make_folder(parent: &Path) -> Result<PathBuf, RunError> {

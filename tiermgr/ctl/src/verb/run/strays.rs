@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use tiermgr_sys::{pidfd, proc};
 
 /// Less than the libraries and the interpreter of a large program take.
-pub(super) const MATTERS_BYTES: u64 = 16 << 20;
+pub(crate) const MATTERS_BYTES: u64 = 16 << 20;
 
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
