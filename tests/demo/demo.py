@@ -90,8 +90,8 @@ def language_model(folder):
     limit = whole // 2 + 24 * MIB
     other = free.result["anon_bytes"] - free.result["weights_bytes"]
     dram = (limit - other - LIBRARY_BYTES) // MIB * MIB
-    print(f"Its peak is {whole / MIB:.1f} MiB, so the limit is half of that and 24 MiB: "
-          f"{limit / MIB:.1f} MiB for program and daemon\ntogether. {other / MIB:.0f} MiB of it are small "
+    print(f"Its resident memory is {whole / MIB:.1f} MiB at most, so the limit is half of that and 24 MiB: "
+          f"{limit / MIB:.1f} MiB for\nprogram and daemon together. {other / MIB:.0f} MiB of it are small "
           f"allocations that tiermgr leaves alone; --dram is {dram // MIB} MiB.\n")
     runs = [free]
     runs.append(Run(folder, "tiermgr, all fits", dram_bytes=1024 * MIB))
@@ -109,6 +109,7 @@ def language_model(folder):
           f"{'':<31}{'MiB':>9}{'MiB':>9}{'pages':>10}{'MiB':>9}")
     for run in runs:
         print(run.row())
+    print("The peaks are of all that the memory cgroup held, files that were read included.")
     if skipped:
         print(f"swap file, half: no figure: {skipped}")
     for run in runs[1:]:
