@@ -4,11 +4,9 @@ use crate::client::Dma;
 use crate::kernel::{LayoutMessage, Mm, Vma};
 use crate::store::Io;
 use crate::world::World;
-use std::collections::BTreeSet;
 use tiermgr_core::effect::{BufRange, Command, Effect};
 use tiermgr_core::event::{Event, IoctlOutcome};
 use tiermgr_core::limits::{COMMANDS_IN_FLIGHT_MAX, COPY_PIECE_BYTES};
-use tiermgr_core::record::Records;
 use tiermgr_core::units::{Addr, EXTENT_BYTES, OpId, ProcId, SlotId, Span, Tick, low_u32};
 use tiermgr_core::watch::{Overdue, WaitsOn};
 use tiermgr_engine::host::Host;
@@ -30,7 +28,6 @@ impl Host for SimHost {
         for (proc, span) in std::mem::take(&mut world.poisons) {
             world.poison(proc, span);
         }
-        world.note_births();
         let first = events.len();
         events.append(&mut world.outbox);
         world.last_messages.clear();
@@ -51,10 +48,15 @@ impl Host for SimHost {
 
     fn start(&mut self, effect: &Effect) {
         let world = &mut self.world;
-        match &mut world.doomed {
-            Some(0) => return,
-            Some(left) => *left -= 1,
-            None => {}
+        match (&mut world.doomed, effect) {
+            (Some(0), _) => return,
+            // A note takes no time, in which others could act or a kill come.
+            (_, &Effect::Born { proc }) => {
+                world.trace.note(world.turn, world.now.0, format_args!("   <- {effect:?}"));
+                return world.born(proc);
+            }
+            (Some(left), _) => *left -= 1,
+            (None, _) => {}
         }
         if !world.settling && world.rng.chance(world.scenario.faults.interleave) {
             world.act();
@@ -85,23 +87,9 @@ const fn op_of(event: &Event) -> Option<OpId> {
 }
 
 impl World {
-    /// Notes which children have got their parent's table: within a turn it is copied as a whole. Where
-    /// the parent has none there is nothing to be got.
-    pub(crate) fn note_births(&mut self) {
-        if self.procs.iter().all(|process| process.born || !process.known) {
-            return;
-        }
-        let owners: BTreeSet<ProcId> =
-            self.records.regions().iter().map(|region| region.proc).collect();
-        for index in 0..self.procs.len() {
-            let process = &self.procs[index];
-            let parent = process.parent.and_then(|parent| self.proc_index(parent));
-            let heirless = parent.is_some_and(|parent| {
-                self.procs[parent].born && !owners.contains(&self.procs[parent].id)
-            });
-            if process.known && (owners.contains(&process.id) || heirless) {
-                self.procs[index].born = true;
-            }
+    fn born(&mut self, child: ProcId) {
+        if let Some(index) = self.proc_index(child) {
+            self.procs[index].born = true;
         }
     }
 
@@ -208,6 +196,7 @@ impl World {
             }
             Effect::WantRoom { bytes } => self.wants_room = bytes.max(1),
             Effect::Reply { request, reply } => self.on_reply(request, reply),
+            Effect::Born { proc } => self.born(proc),
             Effect::Release { proc } => self.release(proc),
         }
     }

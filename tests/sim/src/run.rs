@@ -13,8 +13,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use tiermgr_core::manager::Manager;
 use tiermgr_engine::driver::Driver;
 
-/// Turns that anything may take once faults are over: a fault, a reply, a command.
-pub const TURNS_TO_WAIT_MAX: u64 = 3_000;
+/// Turns that anything may take once faults are over: a fault, a reply, a command. A fault that finds no room waits until
+/// a dozen processes have written what they have, 2,000 extents in one or two turns each, and a pin until 30,000 pages
+/// came back one by one.
+pub const TURNS_TO_WAIT_MAX: u64 = 12_000;
 
 /// Turns at rest that count as rest.
 const STILL_TURNS: u32 = 8;

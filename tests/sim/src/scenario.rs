@@ -251,8 +251,9 @@ impl Scenario {
         self.habits.split = 60;
         self.habits.fork = 30;
         self.habits.prefetch = 300;
-        self.threads = 3;
+        self.threads = 6;
         self.procs_max = 12;
+        self.actions_max = 16;
         self.faults.interleave = 900;
         // Most of what is touched is parked.
         self.config.budget_bytes = 3 * CHUNK_BYTES;

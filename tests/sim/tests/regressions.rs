@@ -70,6 +70,16 @@ const BIASED: &[(Bias, u64, &str)] = &[
         185,
         "what a child had mapped itself was moved: its fork was told after its parent had mapped a region",
     ),
+    (
+        Bias::Splits,
+        47,
+        "what a grandchild had mapped itself was moved: it was told before its parent gave the region up",
+    ),
+    (
+        Bias::Splits,
+        2902,
+        "a child of a parent without regions was told again when that had some, and given them",
+    ),
     (Bias::DeadStore, 189, "zeros in a lost parent's limbo: the simulator's own mistake"),
 ];
 

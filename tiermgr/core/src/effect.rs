@@ -199,6 +199,12 @@ pub enum Effect {
         /// With what.
         reply: Reply,
     },
+    /// A forked child has all that it gets of its parent, which may be nothing. To be remembered across a restart
+    /// before its next event: a fork that is told again gives it what its parent has by then.
+    Born {
+        /// The child.
+        proc: ProcId,
+    },
     /// The process needs no more service: forget its descriptors, end its helper.
     Release {
         /// Which.

@@ -45,6 +45,7 @@ impl<R: Records> Manager<R> {
             // Told again after a restart, and there is nothing that the child could have of it.
             newborn.unborn = false;
             self.spaces.entry(child).or_insert(newborn);
+            effects.push(Effect::Born { proc: child });
             return;
         };
         space.note_fork(child);
@@ -252,6 +253,7 @@ impl<R: Records> Manager<R> {
             child.kept = None;
             child.unborn = false;
             child.copied = true;
+            effects.push(Effect::Born { proc: child.id });
             self.spaces.insert(child.id, child);
         }
         mother.copied = true;
@@ -275,8 +277,7 @@ impl<R: Records> Manager<R> {
             // What the parent gives up meanwhile is the child's still, and armed there or not.
             let span = mother.regions[index].span();
             if mother.regions[index].ending == Ending::Disarmed {
-                child.to_arm.retain(|unarmed| unarmed.start != span.start);
-                child.to_arm.push(span);
+                self.arm_at_birth(child, span);
             }
             let Ok(first) = self.shared.take_records(source.extents) else {
                 // More address space than records, or than room for them: the child's touches of it will
@@ -314,6 +315,19 @@ impl<R: Records> Manager<R> {
             let kind = Kind::Arm { span, on: true, then: ArmThen::Shield, tries: 0 };
             let id = self.shared.begin(child, Op { proc: child.id, at: span.start, kind });
             effects.push(Effect::Arm { op: id, proc: child.id, span, on: true });
+        }
+    }
+
+    /// Whoever was forked by the child before it had its table has what the child has: a grandchild that took
+    /// it for armed would lose to a move what it touches there.
+    fn arm_at_birth(&mut self, child: &mut Space, span: Span) {
+        let mut forked: Vec<ProcId> = child.forks.iter().copied().collect();
+        child.note_to_arm(span);
+        while let Some(proc) = forked.pop() {
+            if let Some(heir) = self.spaces.get_mut(&proc) {
+                heir.note_to_arm(span);
+                forked.extend(&heir.forks);
+            }
         }
     }
 

@@ -424,7 +424,8 @@ impl<R: Records> Manager<R> {
             }
             return true;
         };
-        if space.is_held() && !space.gone {
+        // Of one that has gone too: what it gave up after it forked is its children's.
+        if space.is_held() && !(space.gone && space.forks.is_empty()) {
             return false;
         }
         let here = space.region_index(span.start);

@@ -376,6 +376,12 @@ impl Space {
         self.forks.push_back(child);
     }
 
+    /// That region was not armed when it was forked off, all of it.
+    pub(crate) fn note_to_arm(&mut self, span: Span) {
+        self.to_arm.retain(|unarmed| unarmed.start != span.start);
+        self.to_arm.push(span);
+    }
+
     /// No write of its blocks begins: a child that is to go on without would wait for its end.
     pub(crate) fn writes_no_more(&self) -> bool {
         self.keeps_limbo && !self.forks.is_empty()

@@ -129,7 +129,6 @@ impl LinuxHost {
         }
         self.state.procs.put(&proc.entry);
         self.procs.insert(proc);
-        self.unborn.push(child);
         events.push(Event::Forked { parent, child });
     }
 

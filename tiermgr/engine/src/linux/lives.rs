@@ -102,24 +102,12 @@ impl LinuxHost {
         }
     }
 
-    /// Notes which children have got their parent's table. To be called between turns: within one, a
-    /// table is copied as a whole.
-    pub(super) fn note_births(&mut self) {
-        self.unborn.retain(|&id| {
-            let parent = self.procs.get(id).map(|known| known.entry.parent);
-            // A parent without regions has no table to give: its child is complete at once.
-            let nothing_to_copy = parent.is_some_and(|parent| {
-                let born = self.procs.get(parent).is_some_and(|known| known.entry.born);
-                born && self.state.regions.count_of(parent) == 0
-            });
-            let Some(known) = self.procs.get_mut(id) else { return false };
-            if self.state.regions.count_of(id) == 0 && !nothing_to_copy {
-                return true;
-            }
+    /// A child has got its parent's table.
+    pub(super) fn note_birth(&mut self, id: ProcId) {
+        if let Some(known) = self.procs.get_mut(id) {
             known.entry.born = true;
             self.state.procs.put(&known.entry);
-            false
-        });
+        }
     }
 
     /// Puts a nonce into the nonce page of each child that has not shown itself, and says which.

@@ -116,8 +116,6 @@ pub struct LinuxHost {
     caps_due: bool,
     /// Processes whose messages an earlier daemon left.
     to_replay: Vec<ProcId>,
-    /// Children that have not got their parent's table yet.
-    unborn: Vec<ProcId>,
     budget_told: u64,
     /// What cgroups leave of it.
     cap: Cap,
@@ -173,7 +171,6 @@ impl LinuxHost {
             explanation_wanted: false,
             caps_due: false,
             to_replay: Vec::new(),
-            unborn: Vec::new(),
             slots_again: Tick::NEVER,
             wake_polled: false,
             poison_delayed: false,
@@ -467,9 +464,6 @@ impl Host for LinuxHost {
     }
 
     fn collect(&mut self, deadline: Tick, events: &mut Vec<Event>) {
-        if !self.unborn.is_empty() {
-            self.note_births();
-        }
         self.retire_messages();
         loop {
             self.gather(events);
@@ -547,6 +541,7 @@ impl Host for LinuxHost {
                 self.tell_budget();
             }
             Effect::Reply { request, reply } => self.reply(request, reply),
+            Effect::Born { proc } => self.note_birth(proc),
             Effect::Release { proc } => self.release(proc),
         }
     }

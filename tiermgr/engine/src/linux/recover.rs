@@ -171,7 +171,6 @@ impl LinuxHost {
         {
             let entry = unborn.remove(at);
             events.push(Event::Forked { parent: entry.parent, child: entry.proc });
-            self.unborn.push(entry.proc);
         }
         for entry in &found.procs {
             let proc = entry.proc;

@@ -425,3 +425,76 @@ fn what_cannot_be_armed_is_never_moved() {
         }
     }
 }
+
+/// As above, of a child of a child: it was forked before its parent knew that it has nothing armed there.
+#[test]
+fn what_cannot_be_armed_is_armed_in_no_grandchild() {
+    const GRANDCHILD: ProcId = ProcId(3);
+    const ITS_CHILD: ProcId = ProcId(4);
+    let mut machine = Machine::new();
+    machine.turn(Event::Budget { bytes: 1 << 30 });
+    assert!(matches!(machine.add(1, BASE, 1), Some(Reply::Region(_))));
+    machine.foreign_to = Some(CHILD);
+    machine.holds_probes = true;
+    machine.turn(FORK);
+    let asked = |machine: &Machine, asked: ProcId| {
+        machine.orders.iter().find_map(|order| match *order {
+            Effect::Probe { op, proc } if proc == asked => Some(op),
+            _ => None,
+        })
+    };
+    if let Some(op) = asked(&machine, PROC) {
+        machine.turn(Event::Protected { op, outcome: IoctlOutcome::Done });
+    }
+    assert!(
+        asked(&machine, CHILD).is_some(),
+        "it gives the region up when no fork of it is pending"
+    );
+    machine.turn(Event::Forked { parent: CHILD, child: GRANDCHILD });
+    assert_eq!(machine.manager.state_of(GRANDCHILD, BASE), None, "it has its table already");
+    machine.turn(Event::Forked { parent: GRANDCHILD, child: ITS_CHILD });
+    machine.release_probes();
+    machine.turn(Event::TimerFired);
+    for heir in [GRANDCHILD, ITS_CHILD] {
+        let armed = machine
+            .orders
+            .iter()
+            .any(|order| matches!(*order, Effect::Arm { proc, on: true, .. } if proc == heir));
+        assert!(armed, "{heir:?}");
+    }
+}
+
+/// What its parent registers next is none of the child's: told again after a restart, its fork would give it that.
+#[test]
+fn a_child_of_a_parent_without_regions_is_born_at_once() {
+    let mut machine = Machine::new();
+    machine.turn(FORK);
+    assert!(machine.orders.contains(&Effect::Born { proc: CHILD }), "{:?}", machine.orders);
+    assert!(matches!(machine.add(1, BASE, 1), Some(Reply::Region(_))));
+    assert_eq!(machine.manager.state_of(CHILD, BASE), None);
+}
+
+/// A thread forks while another one waits for a discard, and the process ends: the child keeps what it had.
+#[test]
+fn a_discard_takes_nothing_from_a_child_whose_parent_ends() {
+    let mut machine = Machine::with_limbo();
+    machine.turn(Event::Budget { bytes: 1 << 30 });
+    let at = BASE.plus(EXTENT_BYTES);
+    machine.touch(at);
+    let is_here =
+        |machine: &Machine| machine.manager.state_of(PROC, at).is_some_and(PageState::is_resident);
+    assert!(is_here(&machine));
+    // It waits until what lies in limbo has been written.
+    machine.writes_take_ns = 1_000_000_000;
+    let span = Span::new(at, EXTENT_BYTES);
+    machine.holds_probes = true;
+    assert_eq!(machine.ask(7, Request::Discard { span }), None);
+    machine.turn(FORK);
+    machine.release_probes();
+    assert_eq!(machine.manager.state_of(CHILD, at), None, "it has its table already");
+    machine.turn(Event::ProcGone { proc: PROC });
+    assert!(machine.command(|command| matches!(command, Command::Drop(_))).is_none());
+    assert!(is_here(&machine));
+    born(&mut machine, CHILD);
+    assert!(machine.manager.state_of(CHILD, at).is_some_and(PageState::is_resident));
+}
