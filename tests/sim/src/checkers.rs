@@ -342,7 +342,8 @@ fn ledger(world: &World, manager: &Manager<SimRecords>) -> Checked {
     // A fork doubles what may be written before its message is read and the copies are protected, and
     // a layout change that is not read yet is not counted yet.
     let unread = world.procs.iter().any(|process| {
-        let unheard = !process.known && !process.exited;
+        // What one without a table has touched shows when it gets that, after all that its parent is about.
+        let unheard = !(process.exited || process.known && process.born);
         let unshielded = process.runs() && process.mm.unshielded;
         unheard || unshielded || process.mm.changing > 0 || !process.mm.messages.is_empty()
     });

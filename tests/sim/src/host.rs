@@ -90,6 +90,7 @@ impl World {
     fn born(&mut self, child: ProcId) {
         if let Some(index) = self.proc_index(child) {
             self.procs[index].born = true;
+            self.forked_at = Some(self.turn);
         }
     }
 
