@@ -108,6 +108,8 @@ def run_bounded(folder):
             process.kill()
             raise
         assert process.returncode == 0, f"status {process.returncode}:\n{err[-4000:]}"
+        # Shown where the test fails: what the daemon has to say of the run.
+        print(err[-4000:], file=sys.stderr)
         return out, product.counters(report)
 
     return run

@@ -33,7 +33,7 @@ def test_programs_that_all_move_stay_within_the_limit(run_bounded, workload, box
                                   popen=box.popen)
     assert counters["parked_pages"] >= 10_000, counters
     limit = dram_mib * MIB * 102 // 100 + 16 * MIB + count * OUTSIDE_EACH
-    assert meter.peaks["held_bytes"] <= limit, (meter.peaks, counters)
+    assert meter.peaks["held_bytes"] <= limit, f"{meter.peaks}\n{counters}"
 
 
 def test_programs_that_rest_cost_little(run_bounded, box):
