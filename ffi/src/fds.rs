@@ -179,6 +179,16 @@ fn page_that_children_lack() -> Option<*mut AtomicU32> {
     None
 }
 
+/// The mark of a forked child, whose locks are whole, before it settles or where it must not.
+const FORKED: u32 = 2;
+
+/// This process was forked in order, with our handlers.
+pub(crate) fn note_fork() {
+    if let Some(mark) = mark() {
+        let _settled = mark.compare_exchange(0, FORKED, Ordering::Relaxed, Ordering::Relaxed);
+    }
+}
+
 /// Whether this is the process that settled as `pid`: not a child of a vfork, nor of a raw clone.
 pub(crate) fn is_settled(pid: i32) -> bool {
     mark().is_none_or(|mark| mark.load(Ordering::Relaxed) == 1) && own_pid() == pid
@@ -188,6 +198,11 @@ pub(crate) fn is_settled(pid: i32) -> bool {
 pub(crate) fn is_borrowed() -> bool {
     mark().is_some_and(|mark| mark.load(Ordering::Relaxed) == 1)
         && own_pid() != LISTED_PID.load(Ordering::Relaxed)
+}
+
+/// Whether this is the child of a raw clone, into which one thread has come along, or of a fork that is not over.
+pub(crate) fn is_copy() -> bool {
+    mark().is_some_and(|mark| mark.load(Ordering::Relaxed) == 0)
 }
 
 /// Whether the list speaks of this process. One that must not ask whose it is leaves its descriptors open.

@@ -104,6 +104,7 @@ extern "C" fn parent() {
 }
 
 extern "C" fn child() {
+    fds::note_fork();
     if !sandbox::may(Deed::Leave) {
         // It cannot join either, and what it has of its parent stays as it is.
         for client in followed() {

@@ -3,7 +3,8 @@
 //! `std::sync::Mutex` has no answer to two questions that an allocator is asked: "does this very
 //! thread hold it already?" (our own code allocates, and a signal handler may), and "may the thread
 //! that forks keep it across the fork and give it back on both sides?". This one knows its owner, and
-//! does so from the very instruction that takes it: a signal handler may come behind each.
+//! does so from the very instruction that takes it: a signal handler may come behind each. And it can be
+//! dead: a raw `clone` copies one thread and every lock, also those that other threads are inside.
 //! It allocates nothing and uses no thread-local storage of ours, whose set-up may itself allocate.
 
 use std::cell::UnsafeCell;
@@ -14,6 +15,10 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 const FREE: usize = 0;
 /// Beside the holder's key: somebody sleeps. Keys are addresses of threads' control blocks, and even.
 const CONTENDED: usize = 1;
+
+/// In the place of a key: whoever was inside stayed behind in the process of which this is a copy, and the data may
+/// be half changed. Nobody enters for good, as if each were inside already.
+const DEAD: usize = usize::MAX & !CONTENDED;
 
 /// Tells threads apart; never zero. A forked child's thread has the key of the thread that forked.
 #[must_use]
@@ -68,12 +73,17 @@ impl<T> Guarded<T> {
         }
     }
 
-    /// Whether this thread is inside, and so gets no entry.
+    /// Whether this thread is inside, or as if it were, and so gets no entry.
     pub fn is_inside(&self) -> bool {
-        self.is_held_by(thread_key()) && !self.across_fork.load(Ordering::Relaxed)
+        let key = thread_key();
+        if self.is_held_by(key) {
+            return !self.across_fork.load(Ordering::Relaxed);
+        }
+        self.is_dead()
     }
 
-    /// Waits for the lock. `None` if this thread is already inside: the caller does without.
+    /// Waits for the lock. `None` if this thread is already inside, or whoever is has not come along into this
+    /// process: the caller does without.
     pub fn enter(&self) -> Option<Entered<'_, T>> {
         let key = thread_key();
         if self.is_held_by(key) {
@@ -85,8 +95,7 @@ impl<T> Guarded<T> {
             }
             return None;
         }
-        self.acquire(key);
-        Some(Entered { lock: self, releases: true })
+        self.enter_free(self.acquire(key))
     }
 
     /// Takes the lock if that needs no sleep. `None`: somebody is inside.
@@ -95,19 +104,25 @@ impl<T> Guarded<T> {
         if self.is_held_by(key) {
             return self.enter();
         }
+        self.enter_free(self.spin(key))
+    }
+
+    fn enter_free(&self, is_taken: bool) -> Option<Entered<'_, T>> {
         // Made only where the lock was taken: dropped, an entry releases it, whoever holds it.
-        self.spin(key).then(|| Entered { lock: self, releases: true })
+        is_taken.then(|| Entered { lock: self, releases: true })
     }
 
     /// First half of a fork: takes the lock and keeps it. A thread that is inside already (a fork in
-    /// a signal handler) goes on without: its child must not use the data. One that a signal handler has
+    /// a signal handler), or that finds the lock dead, goes on without: its child must not use the data. One that a signal handler has
     /// interrupted in the middle of a fork has it already, and keeps it until the outer fork ends.
     ///
     /// Gives whether the lock is kept across this fork.
     pub fn hold_for_fork(&self) -> bool {
         let key = thread_key();
         if !self.is_held_by(key) {
-            self.acquire(key);
+            if !self.acquire(key) {
+                return false;
+            }
             // The handler of a signal that comes before the second of these is refused as one inside.
             self.forks.store(1, Ordering::Relaxed);
             self.across_fork.store(true, Ordering::Release);
@@ -147,10 +162,22 @@ impl<T> Guarded<T> {
         self.word.load(Ordering::Relaxed) & !CONTENDED == key
     }
 
-    fn acquire(&self, key: usize) {
-        if !self.spin(key) {
-            self.sleep(key);
+    /// False if the lock is dead.
+    fn acquire(&self, key: usize) -> bool {
+        self.spin(key) || self.sleep(key)
+    }
+
+    /// Finds out, at the price of a load, whether whoever is inside can ever leave. In the child of a raw clone
+    /// each holder passes for one that stayed behind, also a thread of its own: that one gives the lock back
+    /// whole, and it lives again.
+    fn is_dead(&self) -> bool {
+        let word = self.word.load(Ordering::Relaxed);
+        if word & !CONTENDED == DEAD {
+            return true;
         }
+        let is_left_behind = word != FREE && crate::fds::is_copy();
+        is_left_behind
+            && self.word.compare_exchange(word, DEAD, Ordering::Relaxed, Ordering::Relaxed).is_ok()
     }
 
     fn take(&self, key: usize) -> bool {
@@ -166,9 +193,13 @@ impl<T> Guarded<T> {
             })
     }
 
+    /// False if the lock is dead.
     #[cold]
-    fn sleep(&self, key: usize) {
+    fn sleep(&self, key: usize) -> bool {
         loop {
+            if self.is_dead() {
+                return false;
+            }
             let word = self.word.load(Ordering::Relaxed);
             // Whoever has slept does not know whether others do.
             let wanted = if word == FREE { key | CONTENDED } else { word | CONTENDED };
@@ -177,7 +208,7 @@ impl<T> Guarded<T> {
                 .compare_exchange(word, wanted, Ordering::Acquire, Ordering::Relaxed)
                 .is_ok();
             match (is_set, word) {
-                (true, FREE) => return,
+                (true, FREE) => return true,
                 (true, _) => self.futex(libc::FUTEX_WAIT, half(wanted)),
                 (false, _) => {}
             }
@@ -185,7 +216,10 @@ impl<T> Guarded<T> {
     }
 
     fn release(&self) {
-        debug_assert!(self.is_held_by(thread_key()), "only its holder releases a lock");
+        debug_assert!(
+            self.is_held_by(thread_key()) || self.is_held_by(DEAD),
+            "only its holder releases a lock"
+        );
         if self.word.swap(FREE, Ordering::Release) & CONTENDED != 0 {
             self.futex(libc::FUTEX_WAKE, 1);
         }
@@ -275,6 +309,48 @@ mod tests {
         drop(inside);
         drop(lock.try_enter().expect("free"));
         drop(lock.enter().expect("free again"));
+    }
+
+    /// A raw clone copies the lock, and not the thread inside.
+    #[test]
+    fn nobody_waits_for_a_thread_that_stayed_behind() {
+        crate::fds::settle();
+        let (lock, other) = (Guarded::new(()), Guarded::new(()));
+        std::thread::scope(|scope| {
+            let (inside, is_inside) = std::sync::mpsc::channel();
+            let (leave, may_leave) = std::sync::mpsc::channel::<()>();
+            let lock = &lock;
+            scope.spawn(move || {
+                let _entered = lock.enter().expect("free");
+                inside.send(()).expect("it is waited for");
+                let _left = may_leave.recv();
+            });
+            is_inside.recv().expect("a thread inside");
+            // SAFETY: the child makes system calls only.
+            let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) };
+            if child == 0 {
+                // SAFETY: ends the child where it waits for ever.
+                unsafe { libc::alarm(20) };
+                let as_it_should_be = [
+                    !lock.hold_for_fork(),
+                    lock.enter().is_none(),
+                    lock.try_enter().is_none(),
+                    lock.is_inside(),
+                    !other.is_inside(),
+                    other.enter().is_some(),
+                ];
+                let wrong = as_it_should_be.iter().position(|is_right| !is_right);
+                // SAFETY: ends the child.
+                unsafe { libc::_exit(wrong.map_or(0, |at| 2 + i32::try_from(at).unwrap_or(0))) };
+            }
+            let mut status = 0;
+            let child = i32::try_from(child).expect("a pid");
+            // SAFETY: waitpid writes one int.
+            assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+            assert_eq!(status, 0, "14: it waited");
+            leave.send(()).expect("it waits");
+        });
+        assert!(lock.enter().is_some(), "it is the child's alone that is dead");
     }
 
     #[test]

@@ -46,11 +46,16 @@ fn calls_on_parked_mappings_without_uffd_move() {
     mapped("vm_calls", &settings, recalls_min() / 2, WITHOUT_MOVE);
 }
 
+#[test]
+fn raw_clones_wait_for_no_thread_that_they_lack() {
+    mapped("map_raw", &[], recalls_min() / 2, &[]);
+}
+
 /// What the programs state is what Linux does.
 #[test]
 fn mappings_of_linux() {
     let settings = [("MAPPED", "1"), ("FORKS", "3"), ("SECONDS", "1"), ("SIZE", SIZE)];
-    for name in ["vm_calls", "map_walk", "map_storm", "map_edges"] {
+    for name in ["vm_calls", "map_walk", "map_storm", "map_edges", "map_raw"] {
         let mut command = Command::new(program(name));
         let output = run_within(command.envs(settings), Duration::from_secs(100));
         let output = output.expect("ends in time");
