@@ -9,7 +9,7 @@ use crate::sandbox::{self, Deed};
 use std::mem::{ManuallyDrop, MaybeUninit};
 use std::ops::Deref;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
-use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, Ordering};
 
 /// Five for each client: socket, device, arenas, limbo, guard.
 const SLOTS: usize = 128;
@@ -138,6 +138,8 @@ pub(crate) fn settle() -> i32 {
     if MARK.load(Ordering::Relaxed).is_null()
         && let Some(mark) = page_that_children_lack()
     {
+        // SAFETY: the mapping just made, which nobody else knows.
+        unsafe { &*mark }.is_whole.store(true, Ordering::Relaxed);
         let was_there = MARK
             .compare_exchange(std::ptr::null_mut(), mark, Ordering::AcqRel, Ordering::Relaxed)
             .is_err();
@@ -147,21 +149,27 @@ pub(crate) fn settle() -> i32 {
         }
     }
     if let Some(mark) = mark() {
-        mark.store(1, Ordering::Relaxed);
+        mark.is_settled.store(true, Ordering::Relaxed);
     }
     pid
 }
 
-/// A word that the kernel clears in each child that has its own memory. A number alone says too little: the
-/// first process of one pid namespace may be a raw clone of the first of another.
-static MARK: AtomicPtr<AtomicU32> = AtomicPtr::new(std::ptr::null_mut());
+/// What the kernel clears in each child that has its own memory. A number alone says too little: the first
+/// process of one pid namespace may be a raw clone of the first of another.
+struct Mark {
+    is_settled: AtomicBool,
+    /// All threads are here that may be inside a lock.
+    is_whole: AtomicBool,
+}
 
-fn mark() -> Option<&'static AtomicU32> {
-    // SAFETY: null, or the beginning of a page that is never unmapped.
+static MARK: AtomicPtr<Mark> = AtomicPtr::new(std::ptr::null_mut());
+
+fn mark() -> Option<&'static Mark> {
+    // SAFETY: null, or the beginning of a page that is never unmapped; any bytes of ours and zeros make one.
     unsafe { MARK.load(Ordering::Acquire).as_ref() }
 }
 
-fn page_that_children_lack() -> Option<*mut AtomicU32> {
+fn page_that_children_lack() -> Option<*mut Mark> {
     let bytes = crate::space::page_bytes();
     let access = libc::PROT_READ | libc::PROT_WRITE;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
@@ -179,30 +187,28 @@ fn page_that_children_lack() -> Option<*mut AtomicU32> {
     None
 }
 
-/// The mark of a forked child, whose locks are whole, before it settles or where it must not.
-const FORKED: u32 = 2;
-
-/// This process was forked in order, with our handlers.
+/// This process was forked in order, with our handlers: all locks are whole.
 pub(crate) fn note_fork() {
     if let Some(mark) = mark() {
-        let _settled = mark.compare_exchange(0, FORKED, Ordering::Relaxed, Ordering::Relaxed);
+        mark.is_whole.store(true, Ordering::Relaxed);
     }
 }
 
 /// Whether this is the process that settled as `pid`: not a child of a vfork, nor of a raw clone.
 pub(crate) fn is_settled(pid: i32) -> bool {
-    mark().is_none_or(|mark| mark.load(Ordering::Relaxed) == 1) && own_pid() == pid
+    mark().is_none_or(|mark| mark.is_settled.load(Ordering::Relaxed)) && own_pid() == pid
 }
 
 /// Whether this process uses the memory of another one, in which nothing is its own: the child of a vfork.
 pub(crate) fn is_borrowed() -> bool {
-    mark().is_some_and(|mark| mark.load(Ordering::Relaxed) == 1)
+    mark().is_some_and(|mark| mark.is_settled.load(Ordering::Relaxed))
         && own_pid() != LISTED_PID.load(Ordering::Relaxed)
 }
 
-/// Whether this is the child of a raw clone, into which one thread has come along, or of a fork that is not over.
+/// Whether this is the child of a raw clone, into which one thread has come along, or of a fork that is not over. It
+/// stays one when it connects anew.
 pub(crate) fn is_copy() -> bool {
-    mark().is_some_and(|mark| mark.load(Ordering::Relaxed) == 0)
+    mark().is_some_and(|mark| !mark.is_whole.load(Ordering::Relaxed))
 }
 
 /// Whether the list speaks of this process. One that must not ask whose it is leaves its descriptors open.

@@ -331,6 +331,8 @@ mod tests {
             if child == 0 {
                 // SAFETY: ends the child where it waits for ever.
                 unsafe { libc::alarm(20) };
+                // As one that connects anew: the thread inside is not here for that.
+                crate::fds::settle();
                 let as_it_should_be = [
                     !lock.hold_for_fork(),
                     lock.enter().is_none(),
