@@ -16,7 +16,7 @@ usage: sim [--seed N] [--count N] [--turns N] [--until T] [--trace] [--from T]
   --trace     print what happens
   --from T    print only from turn T on
   --fail N    a plain world in which only the Nth thing that can fail fails
-  --bias B    more of something: Ends, DeadStore, Unmaps, FullGroup";
+  --bias B    more of something: Ends, DeadStore, Unmaps, FullGroup, Splits";
 
 struct Options {
     seed: u64,
