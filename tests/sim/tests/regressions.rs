@@ -64,6 +64,11 @@ const BIASED: &[(Bias, u64, &str)] = &[
         318,
         "nobody looked for the pages of a lease that was asked for under an operation",
     ),
+    (
+        Bias::Ends,
+        101_171,
+        "a grandchild's pages were not looked for that its grandparent gave up while its parent was forked and ended",
+    ),
     (Bias::Unmaps, 1173, "a child's pages that its parent moved after the fork were not counted"),
     (
         Bias::Unmaps,

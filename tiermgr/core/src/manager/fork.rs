@@ -71,8 +71,11 @@ impl<R: Records> Manager<R> {
             }
         }
         newborn.to_look = space.zapped.iter().map(|&(_, span)| span).collect();
+        // What the parent has yet to look at, or is looking at: it may end before it knows.
+        newborn.to_look.extend(&space.to_look);
         newborn.to_look.extend(self.shared.ops.iter().filter_map(|(_, op)| match op.kind {
             Kind::Discard { span, .. } if op.proc == parent => Some(span),
+            Kind::Look { .. } if op.proc == parent => Some(Span::new(op.at, EXTENT_BYTES)),
             Kind::Move { count, .. } if op.proc == parent => {
                 Some(Span::new(op.at, u64::from(count) * EXTENT_BYTES))
             }
